@@ -42,8 +42,8 @@ def export_average(
     """Write the state dict of a model, with an average as its weights, to one file, atomically.
 
     All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
-    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the file is
-    complete.
+    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the
+    file is complete.
 
     Args:
         ema: The averages, after one update or more.
@@ -57,8 +57,8 @@ def export_average(
         IndexError: If there is no average ``index``.
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
         ValueError: If an entry, or a dtype, cannot be stored in a safetensors file.
-        RuntimeError: If there has been no update, so there is no average to write; on the other ranks,
-            if rank 0 could not write the file.
+        RuntimeError: If there has been no update, so there is no average to write; on the other
+            ranks, if rank 0 could not write the file.
         OSError: On rank 0, if the file cannot be written.
 
     Example:
@@ -83,6 +83,7 @@ def export_average(
             contents.write(file, gathered)
         except Exception as raised:  # noqa: BLE001 - raised below, when all ranks know of it
             error = raised
+
     # Gathering is a collective: after an error on rank 0, the other ranks wait for it.
     for _ in gathered:
         pass
@@ -104,7 +105,18 @@ def export_average(
 
 
 class _Contents:
-    """The state dict of a model, with an average as its weights."""
+    """The state dict of a model, with an average as its weights.
+
+    Args:
+        ema: The averages.
+        index: Index of the average.
+        dtype: Dtype of floating-point tensors. Default: that of each tensor in the model.
+        streamed: Whether the tensors are written one by one, in the order of a safetensors file.
+
+    Raises:
+        RuntimeError: If there is no average yet.
+        ValueError: If ``streamed`` and an entry is not a tensor.
+    """
 
     def __init__(
         self, ema: EMA[Any], index: int, dtype: torch.dtype | None, *, streamed: bool
@@ -119,6 +131,7 @@ class _Contents:
             )
         members = NamedTensors(ema.model).all()
         average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
+
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
         names = canonical_names(state)
         # Versions of the modules, which torch reads from an attribute of the state dict.
@@ -175,8 +188,8 @@ def load_averages(
 ) -> None:
     """Load averages from a checkpoint of ``torch.distributed.checkpoint``, saved at any world size.
 
-    ``dcp.load`` fills existing tensors, and a new ``EMA`` has none. This function allocates the local
-    shards first. All ranks must call it.
+    ``dcp.load`` fills existing tensors, and a new ``EMA`` has none. This function allocates the
+    local shards first. All ranks must call it.
 
     Args:
         ema: The averages to load into, new or in the middle of a run.
@@ -237,19 +250,25 @@ def _room_for(
     members = NamedTensors(ema.model).all()
     room: dict[str, Any] = {}
     for name, entry in saved.items():
+        # The last part of a path is the name of a tensor, which has dots of its own.
         member = members.get(str(paths[name][-1]))
+
         if not hasattr(entry, "properties"):
             # The planner puts a value here that is not a tensor.
             room[name] = None
-        elif member is not None and is_sharded(member.tensor) and member.tensor.shape == entry.size:
-            shard = member.tensor.detach()
-            room[name] = torch.empty_like(shard, dtype=entry.properties.dtype, device=ema.device)
+            continue
+
+        tensor: Any = None if member is None else member.tensor
+        dtype = entry.properties.dtype
+        if is_sharded(tensor) and tensor.shape == entry.size:
+            room[name] = torch.empty_like(tensor.detach(), dtype=dtype, device=ema.device)
         else:
-            room[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            room[name] = torch.empty(entry.size, dtype=dtype)
     return room
 
 
 def _planner() -> Any:
+    """Return the planner of ``dcp.load`` for a flat dict, as ``_room_for`` makes it."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     class Planner(DefaultLoadPlanner):

@@ -1,8 +1,8 @@
 """Post-hoc EMA: combine snapshots of ``modkit.PostHocEMA`` into averages of other widths.
 
-Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then the
-average of nearly any width, at nearly any step, is a linear combination of snapshots (Karras et al.
-2024, section 3, https://arxiv.org/abs/2312.02696).
+Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
+the average of nearly any width, at nearly any step, is a linear combination of snapshots (Karras et
+al. 2024, section 3, https://arxiv.org/abs/2312.02696).
 
 Example:
     >>> import torch

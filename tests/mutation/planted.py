@@ -275,8 +275,8 @@ _AVERAGING: Final = [
     Bug(
         "EMA: restore() keeps what was stored",
         "averaging/ema.py",
-        "            self._stored, self._overwritten = {}, []",
-        "            self._overwritten = []",
+        "            self._stored = {}\n            self._overwritten = []\n",
+        "            self._overwritten = []\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
@@ -331,7 +331,7 @@ _AVERAGING: Final = [
     Bug(
         "options: a parameter that was averaged before it was frozen",
         "averaging/options.py",
-        "trains = not self.trainable_only or member.tensor.requires_grad or name in known",
+        "trains = not self.trainable_only or member.tensor.requires_grad or name in averaged",
         "trains = not self.trainable_only or member.tensor.requires_grad",
         _EMA + "/test_ema_rebind.py",
     ),

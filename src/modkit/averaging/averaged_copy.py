@@ -19,7 +19,8 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 class AveragedCopy(Generic[ModelT]):
     """A copy of a model whose tensors have the memory of averages, where dtype and device allow it.
 
-    The copy stays the same object when averages get other memory, so that references to it stay true.
+    The copy stays the same object when averages get other memory, so that references to it stay
+    true.
     """
 
     def __init__(self, module: ModelT) -> None:
@@ -55,16 +56,20 @@ class AveragedCopy(Generic[ModelT]):
         """
         shared: set[str] = set()
         for name, member in NamedTensors(self.module).all().items():
-            own, source = member.tensor, model.tensor(name)
+            tensor = member.tensor
+            source = model.tensor(name)
             value = values.get(name, source)
             place = source.dtype, source.device
-            is_average = value is averages.get(name) and not is_sharded(own)
+
+            # ``value`` is another tensor if it was computed, as the sum with an error term is.
+            is_average = value is averages.get(name) and not is_sharded(tensor)
             if is_average and (value.dtype, value.device) == place:
-                own.data = value
+                tensor.data = value
                 shared.add(name)
-            elif name in self._shared or (own.dtype, own.device) != place:
+            elif name in self._shared or (tensor.dtype, tensor.device) != place:
                 # A write would go to the memory of a former average.
-                own.data = value.to(source.device, source.dtype, copy=True)
+                tensor.data = value.to(source.device, source.dtype, copy=True)
             else:
-                write(own, value)
-        self._averages, self._shared = averages, shared
+                write(tensor, value)
+        self._averages = averages
+        self._shared = shared

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from modkit._upstream import copy_, copy_all_, make_parameter
 from modkit.averaging.options import Options
-from modkit.averaging.precision import full_value, is_averaged, is_rounded
+from modkit.averaging.precision import Precision, full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
 from modkit.averaging.watch import PLAIN, Placement
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
-# A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering 512
-# tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose from 4,096 on.
+# A tensor of at most so many elements shares a flat buffer with others: measured on CPU, gathering
+# 512 tensors and one ``lerp_`` beat ``_foreach_lerp_`` up to 1,024 elements (4x at 16), and lose
+# from 4,096 on.
 _SMALL: Final = 1024
 # Dtypes that have arithmetic in all kernels of an average.
 _SHAREABLE: Final = frozenset(
@@ -30,7 +31,10 @@ _LEAST_RUN: Final = 4
 
 
 def can_share(tensor: Tensor) -> bool:
-    """Return True for small contiguous floating-point tensors in host memory."""
+    """Return True for small contiguous floating-point tensors in host memory.
+
+    Subclasses are left out, because they may have arithmetic of their own.
+    """
     return (
         type(tensor) in PLAIN
         and 0 < tensor.numel() <= _SMALL
@@ -41,8 +45,20 @@ def can_share(tensor: Tensor) -> bool:
     )
 
 
+def has_flat_buffers(precision: Precision) -> bool:
+    """Return True if small averages of a precision share flat buffers.
+
+    Error terms are kept per tensor, and stochastic rounding draws per tensor, so that copies of an
+    average, which have no flat buffers, draw alike.
+    """
+    return precision not in {"compensated", "stochastic"}
+
+
 def has_own_memory(tensor: Tensor) -> bool:
-    """Return True for plain tensors in host memory that fill their storage and record no gradients."""
+    """Return True for plain tensors in host memory that fill their storage, without gradients.
+
+    These are the ones that ``clone`` copies as ``deepcopy`` does, ten times as fast.
+    """
     return (
         type(tensor) is Tensor
         and not (tensor.is_complex() or tensor.is_quantized)
@@ -59,11 +75,11 @@ class FlatBuffer:
     """Small tensors in one piece of host memory, so that one kernel takes all of them.
 
     Each tensor has a storage of its own over its part of ``data``, so it is saved, shared and
-    pickled like any other, but cannot be resized: torch makes a storage over memory that it does not
-    own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors with
-    ordinary storages would have to be scattered after each step, which takes as long as stepping
-    them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends the
-    sharing, which :meth:`is_intact` detects.
+    pickled like any other, but cannot be resized: torch makes a storage over memory that it does
+    not own (``frombuffer``, a slice of a storage, DLPack, a pointer) without an allocator. Tensors
+    with ordinary storages would have to be scattered after each step, which takes as long as
+    stepping them one by one. Moving one elsewhere (``tensor.data = ...``, ``share_memory()``) ends
+    the sharing, which :meth:`is_intact` detects.
 
     Args:
         likes: Tensors of one dtype by name, in runs of the same trailing shape.
@@ -72,7 +88,8 @@ class FlatBuffer:
 
     Attributes:
         data: All elements.
-        names: Names of the tensors, in the order of the memory; "" for one that is no longer averaged.
+        names: Names of the tensors, in the order of the memory; "" for one that is no longer
+            averaged.
         tensors: The tensors, in the same order.
         exposed: Whether code outside of the engine has the tensors, and so may move them.
     """
@@ -81,19 +98,23 @@ class FlatBuffer:
         shapes = [like.shape for like in likes.values()]
         sizes = [shape.numel() for shape in shapes]
         self.data: Tensor = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
+
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
         # Each tensor keeps the ctypes object alive, and that keeps the memory.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
 
-        # Lists of one order, that of the memory; a tensor that is no longer averaged has the name "".
+        # Lists of one order, that of the memory; a tensor that is no longer averaged has the name
+        # "".
         self.names: list[str] = list(likes)
         self.tensors: list[Tensor] = []
         self.exposed = False
+
         offset = 0
         for shape, size in zip(shapes, sizes, strict=True):
             tensor = torch.frombuffer(memory, dtype=dtype, count=size, offset=offset)
             self.tensors.append(tensor if len(shape) == 1 else tensor.view(shape))
             offset += size * dtype.itemsize
+
         if as_parameters:
             require_grad = [like.requires_grad for like in likes.values()]
             self.tensors = list(map(make_parameter, self.tensors, require_grad))
@@ -111,7 +132,7 @@ class FlatBuffer:
         copy_all_(self.tensors, [sources[name] for name in self.names])
 
     def is_intact(self) -> bool:
-        """Return True if all tensors are still where they were made, in the same order of elements."""
+        """Return True if all tensors are still where they were made, with elements in order."""
         return not (self.exposed and self.placement.changed())
 
     def holds(self, tensors: Tensors) -> bool:
@@ -130,16 +151,21 @@ def flat_buffers(
         likes: Tensors by name.
         options: They give the dtype of each buffer.
         as_parameters: Whether to make parameters, which require gradients as ``likes`` do.
+
+    Returns:
+        At most one buffer for each dtype of ``likes``. Its values are zero.
     """
     runs: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for name, like in likes.items():
         if can_share(like):
             # Scalars have the trailing shape of vectors, but are gathered in another way.
             runs.setdefault((like.dtype, like.ndim == 0, like.shape[1:]), {})[name] = like
+
     flat: dict[torch.dtype, dict[str, Tensor]] = {}
     for (dtype, *_), run in runs.items():
         if len(run) >= _LEAST_RUN:
             flat.setdefault(dtype, {}).update(run)
+
     return [
         FlatBuffer(tensors, options.kept_dtype(dtype), as_parameters=as_parameters)
         for dtype, tensors in flat.items()
@@ -179,29 +205,31 @@ class Average:
     def start(self, members: Tensors) -> None:
         """Allocate an average of these tensors; the first step copies them."""
         self.reset()
-        device = self.options.device
-        # Error terms are kept per tensor, and stochastic rounding draws per tensor, so that copies of
-        # an average, which have no flat buffers, draw alike.
-        is_flat = self.options.precision not in {"compensated", "stochastic"}
-        if is_flat and (device is None or device.type == "cpu"):
+        device, precision = self.options.device, self.options.precision
+        if has_flat_buffers(precision) and (device is None or device.type == "cpu"):
             self.flats = flat_buffers(members, self.options)
-        shared = {
-            n: t for flat in self.flats for n, t in zip(flat.names, flat.tensors, strict=True)
-        }
+        in_flats: dict[str, Tensor] = {}
+        for flat in self.flats:
+            in_flats.update(zip(flat.names, flat.tensors, strict=True))
+
+        # In the order of the model, which is that of the state dict.
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
-            if name not in shared:
-                new = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
-                shared[name] = new
-            self.tensors[name] = shared[name]
-            wants_error = self.options.precision == "compensated" and is_averaged(member)
-            if wants_error and (dtype == member.dtype or is_rounded(dtype)):
-                self.errors[name] = torch.zeros_like(self.tensors[name])
+            tensor = in_flats.get(name)
+            if tensor is None:
+                tensor = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+            self.tensors[name] = tensor
+
+            has_error = precision == "compensated" and is_averaged(member)
+            # An average that ``EMA.to`` has widened to 32 or 64 bits needs no error term.
+            if has_error and (dtype == member.dtype or is_rounded(dtype)):
+                self.errors[name] = torch.zeros_like(tensor)
 
     def place(self, members: Tensors) -> None:
         """Follow a model that was moved, unless the average has a device of its own."""
         for name, current in members.items():
             device = self.options.device or current.device
+
             for stored in (self.tensors, self.errors):
                 if name in stored and stored[name].device != device:
                     stored[name] = stored[name].to(device)
@@ -214,18 +242,21 @@ class Average:
         Args:
             members: Tensors of the model by name.
             options: Options of the new average.
-            former_names: Maps names of known members to their names here. Others start as a copy, and
-                so do those of another shape.
+            former_names: Maps names of members to their names in this average. Members without a
+                name here start as a copy, and so do those of another shape.
+
+        Returns:
+            The new average, in memory of its own. This one is unchanged.
         """
         new = Average(options)
         new.start(members)
         for name, tensor in new.tensors.items():
-            former = former_names.get(name, "")
-            known = self.tensors.get(former)
-            if known is None or known.shape != tensor.shape:
+            former_name = former_names.get(name, "")
+            average = self.tensors.get(former_name)
+            if average is None or average.shape != tensor.shape:
                 new._take_over(name, members[name], None)
             else:
-                new._take_over(name, known, self.errors.get(former))
+                new._take_over(name, average, self.errors.get(former_name))
 
         new.generators = self.generators
         new.set_statistics(self.statistics)
@@ -234,31 +265,37 @@ class Average:
     def set_statistics(self, statistics: Tensors) -> None:
         """Keep statistics on the device of the average."""
         device = self.options.device
-        self.statistics = {name: one.to(device or one.device) for name, one in statistics.items()}
+        self.statistics = {name: t.to(device or t.device) for name, t in statistics.items()}
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
         """Copy another average and its error term, which may be of other dtypes."""
-        tensor, value = local_shard(self.tensors[name]), local_shard(value)
-        own = self.errors.get(name)
-        if error is not None and (own is None or tensor.dtype != value.dtype):
+        tensor = local_shard(self.tensors[name])
+        value = local_shard(value)
+        error_here = self.errors.get(name)
+
+        if error is not None and (error_here is None or tensor.dtype != value.dtype):
+            # An error term only fits the tensor that it was computed for: add it first.
             wide = torch.promote_types(value.dtype, tensor.dtype)
             wide = torch.promote_types(wide, torch.float32)
-            value, error = value.to(wide).add(local_shard(error)), None
+            value = value.to(wide).add(local_shard(error))
+            error = None
         copy_(tensor, value)
-        if own is not None:
-            # The rounding error of the tensor.
+
+        if error_here is not None:
+            # Without an error term of its own, it is what rounding to the dtype here has lost.
             lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
-            copy_(local_shard(own), lost)
+            copy_(local_shard(error_here), lost)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Pickling for another process moves the tensors into shared memory. A copy has no flat buffers.
+        # Pickling for another process moves the tensors into shared memory. A copy has no flat
+        # buffers.
         self.expose()
         return {**vars(self), "flats": []}
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device; that of the host for XLA."""
         if device.type == "xla":
-            # It has one random state for all, and no generators.
+            # XLA has one random state for all, and no generators.
             device = torch.device("cpu")
         if device not in self.generators:
             seeded = torch.Generator(device=device).manual_seed(self.options.seed)
@@ -276,21 +313,32 @@ class Average:
         self.expose()
         if not self.errors:
             return self.tensors
-        return {name: full_value(one, self.errors.get(name)) for name, one in self.tensors.items()}
+        return {name: full_value(t, self.errors.get(name)) for name, t in self.tensors.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on; tensors are not copied."""
+        """Return what the next step depends on; tensors are not copied.
+
+        Returns:
+            ``"tensors"`` and error terms, ``"rests"``, by name; the states of the random
+            ``"generators"`` by device; and batch normalization ``"statistics"``, if there are any.
+        """
         self.expose()
-        states = {str(device): one.get_state() for device, one in self.generators.items()}
-        own = {"tensors": dict(self.tensors), "rests": dict(self.errors), "generators": states}
-        return {**own, "statistics": dict(self.statistics)} if self.statistics else own
+        state: dict[str, Any] = {
+            "tensors": dict(self.tensors),
+            "rests": dict(self.errors),
+            "generators": {str(device): g.get_state() for device, g in self.generators.items()},
+        }
+        if self.statistics:
+            state["statistics"] = dict(self.statistics)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages whose names and shapes have been checked."""
+        """Load averages whose names and shapes have been checked; full tensors are sharded."""
         for name, tensor in self.tensors.items():
             error = state["rests"].get(name)
             error = None if error is None else shards_of(error, tensor)
             self._take_over(name, shards_of(state["tensors"][name], tensor), error)
+
         self.generators = {}
         for device, random_state in state["generators"].items():
             self.generator(torch.device(device)).set_state(random_state.cpu())

@@ -46,7 +46,7 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
-    """Swap the training weights into a model for a ``with`` block, wherever it holds the average."""
+    """Swap the training weights into a model for a ``with`` block, if it holds the average."""
     # In this order: full parameters that a forward has left would hide the shards.
     with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
         yield
@@ -78,8 +78,8 @@ class Evaluation:
     """The weights that a model is evaluated with, swapped in between two hooks or for a block.
 
     Trainers call one hook before an evaluation and one after it. A block takes precedence over the
-    hooks: an evaluation that starts inside sees the weights of the block. What a hook has swapped in
-    is swapped out at the latest when this object is deleted.
+    hooks: an evaluation that starts inside sees the weights of the block. What a hook has swapped
+    in is swapped out at the latest when this object is deleted.
     """
 
     def __init__(self) -> None:
@@ -99,30 +99,45 @@ class Evaluation:
 
     def end(self) -> None:
         """Restore the training weights, also if they were written to, which is a RuntimeError."""
-        swap, self._swap = self._swap, None
+        swap = self._swap
+        # In this order: leaving raises if the weights were written to, and is not repeated then.
+        self._swap = None
         if swap is not None:
             with torch.inference_mode(False), torch.no_grad():
                 swap.__exit__(None, None, None)
 
     @contextmanager
     def block(self, ema: EMA[ModelT] | None, index: int | None) -> Generator[ModelT]:
-        """Swap in an average, or None for the training weights, and set evaluation mode."""
+        """Swap weights in for a ``with`` block, and set evaluation mode.
+
+        Args:
+            ema: The averages, or None if there are none.
+            index: Index of an average, or None for the training weights.
+
+        Yields:
+            The model.
+
+        Raises:
+            RuntimeError: If there are no averages.
+        """
         if ema is None:
             raise RuntimeError(
-                "EMACallback: there are no averages to evaluate, because nothing was trained, or other "
-                "weights were loaded since. Look at callback.ema, which is None then."
+                "EMACallback: there are no averages to evaluate, because nothing was trained, or "
+                "other weights were loaded since. Look at callback.ema, which is None then."
             )
         modes = [(module, module.training) for module in ema.model.modules()]
-        outer = self.in_block, self._index
+        outer_in_block = self.in_block
+        outer_index = self._index
 
         try:
             with _swapped(ema, index):
-                self.in_block, self._index = True, index
+                self.in_block = True
+                self._index = index
                 ema.model.eval()
                 yield ema.model
         finally:
-            self._index = outer[1]
-            self.in_block = outer[0]
+            self._index = outer_index
+            self.in_block = outer_in_block
             # By attribute: ``train()`` may be overridden to freeze layers.
             for module, training in modes:
                 module.training = training
@@ -133,6 +148,7 @@ class Evaluation:
 
 
 def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
+    """Return a block with an average, or None for the training weights, swapped into the model."""
     return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
@@ -144,12 +160,14 @@ class EMACallback(Generic[ModelT]):
 
     Args:
         model: Model in training. It is neither copied nor modified.
-        optimizer: The optimizer, or a sequence of all optimizers of the model: each of their steps is
-            an update, as in :meth:`EMA.attach() <modkit.EMA.attach>`. None, or an empty sequence, to
-            call :meth:`step` or :meth:`on_train_batch_end` after each optimizer step instead.
+        optimizer: The optimizer, or a sequence of all optimizers of the model: each of their steps
+            is an update, as in :meth:`EMA.attach() <modkit.EMA.attach>`. None, or an empty
+            sequence, to call :meth:`step` or :meth:`on_train_batch_end` after each optimizer step
+            instead.
         decay: Decay factor of one step, in [0, 1], by default 0.999. A list gives several averages,
             numbered by ``index`` from 0.
-        index: Index of the average that evaluations see, and that ``swap_to_average_at_end`` copies.
+        index: Index of the average that evaluations see, and that ``swap_to_average_at_end``
+            copies.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
         **options: Further options of :class:`~modkit.EMA`, see
             :class:`~modkit.averaging.callback.EMAOptions`.
@@ -158,9 +176,9 @@ class EMACallback(Generic[ModelT]):
         TypeError: If ``model`` is not a module, the steps of an optimizer cannot be tracked,
             ``index`` or a number of steps is not an int, a decay is not a number, a schedule or a
             function, or an option is unknown.
-        ValueError: If ``decay`` and ``schedule`` are both given, an option is invalid, no parameter is
-            selected, a glob other than ``"*"`` matches no name, or an optimizer is given twice or has
-            no averaged parameter.
+        ValueError: If ``decay`` and ``schedule`` are both given, an option is invalid, no parameter
+            is selected, a glob other than ``"*"`` matches no name, or an optimizer is given twice
+            or has no averaged parameter.
         IndexError: If there is no average ``index``.
         RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
 
@@ -244,9 +262,9 @@ class EMACallback(Generic[ModelT]):
     def on_train_end(self, *args: object, **kwargs: object) -> None:
         """Copy the average in if ``swap_to_average_at_end``; ``ema.restore()`` undoes it.
 
-        Until then, states hold the training weights too, and updates and steps of attached optimizers
-        are refused. An evaluation that was left without its end is ended first. All arguments are
-        ignored.
+        Until then, states hold the training weights too, and updates and steps of attached
+        optimizers are refused. An evaluation that was left without its end is ended first. All
+        arguments are ignored.
 
         Raises:
             RuntimeError: If that evaluation has written to the weights, or if the model holds an
@@ -260,10 +278,11 @@ class EMACallback(Generic[ModelT]):
     def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT]:
         """Swap an average in and set evaluation mode for a ``with`` block.
 
-        Before the first update the block sees the training weights. Storage is exchanged, nothing is
-        copied unless dtype or device differ. Whatever ends the block, the training weights and the
-        mode of each module are restored. Blocks may be nested, so that one validation can evaluate
-        several averages, and an evaluation that starts inside by the hooks sees the same weights.
+        Before the first update the block sees the training weights. Storage is exchanged, nothing
+        is copied unless dtype or device differ. Whatever ends the block, the training weights and
+        the mode of each module are restored. Blocks may be nested, so that one validation can
+        evaluate several averages, and an evaluation that starts inside by the hooks sees the same
+        weights.
 
         Args:
             index: Index of the average. Default: that of the callback.
@@ -277,7 +296,8 @@ class EMACallback(Generic[ModelT]):
             TypeError: If ``index`` is not an int.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: At the end, if the block has written to the weights, or has replaced
-                parameters or their modules, which are put back. A block that raised gets a note instead.
+                parameters or their modules, which are put back. A block that raised gets a note
+                instead.
 
         Example:
             >>> from modkit import EMACallback, nn
@@ -297,17 +317,17 @@ class EMACallback(Generic[ModelT]):
     def evaluating_training_weights(self) -> AbstractContextManager[ModelT]:
         """Evaluate the training weights for a ``with`` block, also where an average is swapped in.
 
-        It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside an
-        evaluation it swaps the training weights back in, and at its end the average.
+        It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside
+        an evaluation it swaps the training weights back in, and at its end the average.
 
         Returns:
             A context manager that yields the model.
 
         Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
-                lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: At the end, if the block was entered inside an evaluation, and has written to
-                the weights.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
+                has lost an averaged tensor since. It is raised on entering the block.
+            RuntimeError: At the end, if the block was entered inside an evaluation, and has written
+                to the weights.
 
         Example:
             >>> from modkit import EMACallback, nn
@@ -329,8 +349,8 @@ class EMACallback(Generic[ModelT]):
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
-        Call it before :meth:`evaluating`, not inside. The statistics belong to the average ``index`` of
-        the callback until its next update; the model in training does not change.
+        Call it before :meth:`evaluating`, not inside. The statistics belong to the average
+        ``index`` of the callback until its next update; the model in training does not change.
 
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
@@ -339,8 +359,9 @@ class EMACallback(Generic[ModelT]):
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``, the
-                input of a batch is not a tensor with a first dimension. Nothing has been changed.
+            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``,
+                the input of a batch is not a tensor with a first dimension. Nothing has been
+                changed.
             RuntimeError: If the model holds an average, or before the first update.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             ValueError: If the loader is empty. Nothing has been changed.
@@ -350,10 +371,10 @@ class EMACallback(Generic[ModelT]):
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
         """Swap the average in until :meth:`on_validation_end`; a second call has no effect.
 
-        ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the caller's.
-        Before the first update the model keeps the training weights, and inside a block of
-        :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block. All
-        arguments are ignored.
+        ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the
+        caller's. Before the first update the model keeps the training weights, and inside a block
+        of :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block.
+        All arguments are ignored.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
@@ -365,8 +386,8 @@ class EMACallback(Generic[ModelT]):
         """Restore the training weights; without effect outside an evaluation.
 
         ``on_test_end`` and ``on_predict_end`` are the same. So are ``on_train_batch_start`` and
-        ``on_exception``, for an evaluation that an error has left without its end. All arguments are
-        ignored.
+        ``on_exception``, for an evaluation that an error has left without its end. All arguments
+        are ignored.
 
         Raises:
             RuntimeError: If the weights were written to, or parameters replaced, since
@@ -383,28 +404,29 @@ class EMACallback(Generic[ModelT]):
     on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the averages, in :meth:`EMA.state_dict() <modkit.EMA.state_dict>`'s format.
+        """Return the state of the averages, in the format of ``EMA.state_dict()``.
 
         It holds all averages, counters and schedules, and while the model holds an average also the
         training weights, so it may be saved anywhere in a loop.
 
         Returns:
-            A dict of numbers, strings and tensors. The tensors are not copied: save or copy it before
-            the next update.
+            A dict of numbers, strings and tensors. The tensors are not copied: save or copy it
+            before the next update.
         """
         return self.ema.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load a state of this class, of ``EMA`` or of another library; load the model first.
 
-        Averaging resumes with bitwise identical results. A state that was saved while the model held
-        the average also loads its training weights into the model, with a warning. An empty state
-        starts anew, with a warning. See :meth:`EMA.load_state_dict() <modkit.EMA.load_state_dict>`.
+        Averaging resumes with bitwise identical results. A state that was saved while the model
+        held the average also loads its training weights into the model, with a warning. An empty
+        state starts anew, with a warning. See :meth:`EMA.load_state_dict()
+        <modkit.EMA.load_state_dict>`.
 
         Args:
             state_dict: The state; it is validated completely before anything changes.
-            step: Number of calls of ``EMA.update()`` so far, for a state of another library or plain
-                weights.
+            step: Number of calls of ``EMA.update()`` so far, for a state of another library or
+                plain weights.
 
         Raises:
             TypeError: If ``step`` is not an int.

@@ -32,35 +32,35 @@ def average_checkpoints(
 ) -> dict[str, Tensor]:
     """Return the weighted average of checkpoints: a model soup, or the last checkpoints of a run.
 
-    The average of a tensor is ``sum(weight * tensor) / sum(weight)``. Memory holds the running mean, in
-    float32 or wider, and one checkpoint. All names and shapes are compared before the first tensor is
-    read. Sources: https://arxiv.org/abs/2203.05482 (model soups), https://arxiv.org/abs/2209.14981
-    (LAWA).
+    The average of a tensor is ``sum(weight * tensor) / sum(weight)``. Memory holds the running
+    mean, in float32 or wider, and one checkpoint. All names and shapes are compared before the
+    first tensor is read. Sources: https://arxiv.org/abs/2203.05482 (model soups),
+    https://arxiv.org/abs/2209.14981 (LAWA).
 
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
             the ``.index.json`` of a sharded checkpoint, or directories: those that transformers,
-            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or ``.safetensors``
-            file.
+            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or
+            ``.safetensors`` file.
         weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
-        dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype is not
-            applied to complex tensors, nor a complex one to real tensors.
+        dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype
+            is not applied to complex tensors, nor a complex one to real tensors.
         device: Device of the averages.
         progress: Called after each tensor with the fraction of all tensors that has been read.
 
     Returns:
-        The tensors by name, in the order of the first file. Integer and boolean tensors are those of
-        the last file. Names that are tied in all files share a tensor. If the files hold the versions
-        of modules, so does the dict, which is an ``OrderedDict`` then.
+        The tensors by name, in the order of the first file. Integer and boolean tensors are those
+        of the last file. Names that are tied in all files share a tensor. If the files hold the
+        versions of modules, so does the dict, which is an ``OrderedDict`` then.
 
     Raises:
         TypeError: If ``paths`` is a single path.
         FileNotFoundError: If a file, or a shard of one, is missing.
         FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for the
-            dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
+        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for
+            the dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
         ImportError: If a file is in the safetensors format, and the package is not installed.
 
     Example:
@@ -79,12 +79,15 @@ def average_checkpoints(
     shares = [1.0] * len(files) if weights is None else weights
     _check_weights(shares, len(files))
 
-    opened = Checkpoint(files[0], key)
-    shapes, dtypes, versions = opened.shapes, opened.dtypes, opened.versions
-    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
-    second_names = dict(_ties(opened).intersection(*(_ties(fitting(path)) for path in files[1:])))
     # The metadata outlives the open file.
-    del opened
+    first = Checkpoint(files[0], key)
+    shapes = first.shapes
+    dtypes = first.dtypes
+    versions = first.versions
+    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
+    ties_of_others = [_ties(fitting(path)) for path in files[1:]]
+    second_names = dict(_ties(first).intersection(*ties_of_others))
+    del first
 
     names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
@@ -114,16 +117,18 @@ def average_checkpoints(
     if not versions:
         return dict(result)
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
-    result._metadata = dict(versions)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    vars(result)["_metadata"] = dict(versions)
     return result
 
 
 def _check_weights(weights: Sequence[float], files: int) -> None:
+    """Raise ValueError unless there is a weight per file, of which a mean can be made."""
     if len(weights) != files:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
     if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
         raise ValueError(
-            f"average_checkpoints: weights must be finite, 0 or more, and not all 0, got {weights!r}"
+            "average_checkpoints: weights must be finite, 0 or more, and not all 0, got "
+            f"{weights!r}"
         )
 
 
@@ -134,9 +139,22 @@ def _fitting(
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, str],
 ) -> Checkpoint:
-    """Open a file; raise if it does not have the names, shapes and kinds of dtypes of the first one."""
+    """Open a file that must be like the first one.
+
+    Args:
+        path: The file.
+        key: Path of the state dict in it.
+        first: The first file, for errors.
+        shapes: Shapes in the first file by name.
+        dtypes: Dtypes in the first file by name, such as ``"float32"``.
+
+    Raises:
+        NameMismatchError: If it does not have these names and shapes.
+        ValueError: If it has other kinds of dtypes.
+    """
     checkpoint = Checkpoint(path, key)
     check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes, end="")
+
     for name, expected in dtypes.items():
         dtype = checkpoint.dtypes[name]
         if _kind(expected) != _kind(dtype):
@@ -154,14 +172,30 @@ def _kind(dtype: str) -> str:
 
 def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
     """Return each name whose tensor has an earlier name, with that name."""
-    first: dict[Hashable, str] = {}
-    memories = {name: checkpoint.memory(name) for name in checkpoint.shapes}
-    pairs = [(name, first.setdefault(m, name)) for name, m in memories.items() if m is not None]
-    return frozenset((name, first_name) for name, first_name in pairs if name != first_name)
+    first_name_of: dict[Hashable, str] = {}
+    pairs: set[tuple[str, str]] = set()
+    for name in checkpoint.shapes:
+        memory = checkpoint.memory(name)
+        if memory is None:
+            continue
+        first_name = first_name_of.setdefault(memory, name)
+        if first_name != name:
+            pairs.add((name, first_name))
+    return frozenset(pairs)
 
 
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
-    """Cast to ``dtype``, or to ``first`` if that is None or not of the same kind.
+    """Cast an average; integers stay as they are.
+
+    Args:
+        name: Its name, for the error.
+        average: The average.
+        first: Its dtype in the first file, such as ``"float32"``.
+        dtype: The requested dtype. If it is None, or complex where the average is real or the other
+            way round, ``first`` is used.
+
+    Returns:
+        The average in that dtype.
 
     Raises:
         ValueError: If a finite value becomes infinite.

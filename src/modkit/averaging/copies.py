@@ -15,7 +15,8 @@ class Copies:
     """Tensors that are copied rather than averaged, planned once and then copied list by list.
 
     Args:
-        pairs: For each copy the table that holds it, its name there, and the member it is a copy of.
+        pairs: For each copy the table that holds it, its name there, and the member it is a copy
+            of.
         device: Device of the copies. Default: that of each source.
         follow: Whether copies get the device and dtype of their source. An averaged model does not
             follow: its buffers stay where the user moved the averaged model to.
@@ -46,8 +47,8 @@ class Copies:
             target = self._target(registry, key, source)
             if target is None or source is None:
                 continue
-            place = target.device, target.dtype, source.device, source.dtype
-            target_list, source_list = lists.setdefault(place, ([], []))
+            kernel_key = target.device, target.dtype, source.device, source.dtype
+            target_list, source_list = lists.setdefault(kernel_key, ([], []))
             target_list.append(target)
             source_list.append(source)
         self.lists = [
@@ -79,11 +80,14 @@ class Copies:
             registry[key] = source
             return None
 
-        device, dtype = self._device or source.device, source.dtype
+        device = self._device or source.device
+        dtype = source.dtype
         if target is not None and not self._follow:
-            device, dtype = target.device, target.dtype
-        place = source.shape, device, dtype
-        if target is None or (target.shape, target.device, target.dtype) != place:
+            device = target.device
+            dtype = target.dtype
+
+        fitting = source.shape, device, dtype
+        if target is None or (target.shape, target.device, target.dtype) != fitting:
             registry[key] = target = source.detach().to(device, dtype, copy=True)
         return target
 

@@ -58,9 +58,9 @@ class EMA(Generic[ModelT]):
     stochastic weight averaging (https://arxiv.org/abs/1803.05407, algorithm 1).
 
     Tensors are matched by name, without the prefixes of DDP, ``torch.compile``, FSDP and activation
-    checkpointing; tied tensors are averaged once. Methods raise ``NameMismatchError`` before anything
-    changes if names or shapes of a model do not match; :meth:`rebind` adapts the averages to a model
-    that has changed on purpose. No update synchronizes with an accelerator, except with
+    checkpointing; tied tensors are averaged once. Methods raise ``NameMismatchError`` before
+    anything changes if names or shapes of a model do not match; :meth:`rebind` adapts the averages
+    to a model that has changed on purpose. No update synchronizes with an accelerator, except with
     ``on_nonfinite="raise"``, and the first one with ``"skip"``.
 
     Args:
@@ -70,13 +70,14 @@ class EMA(Generic[ModelT]):
         schedule: Decay that changes, instead of ``decay``: a schedule of :mod:`modkit.schedules`, a
             function of ``n``, the number of steps since the average was a copy, or a list of them.
         update_after_step: Number of updates to ignore before the parameters are copied, 0 or more.
-        update_every: Average once every ``update_every`` updates, 1 or more, with the product of the
-            decays of these steps, such as ``decay ** update_every``.
+        update_every: Average once every ``update_every`` updates, 1 or more, with the product of
+            the decays of these steps, such as ``decay ** update_every``.
         precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
-            :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for decays
-            close to 1. ``"stochastic"`` rounds stochastically (https://arxiv.org/abs/1502.02551,
-            section 3.1); ``"compensated"`` adds a low-order error term (Kahan,
-            https://doi.org/10.1145/363707.363723), and 16-bit averages read as their sum in float32.
+            :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for
+            decays close to 1. ``"stochastic"`` rounds stochastically
+            (https://arxiv.org/abs/1502.02551, section 3.1); ``"compensated"`` adds a low-order
+            error term (Kahan, https://doi.org/10.1145/363707.363723), and 16-bit averages read as
+            their sum in float32.
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
@@ -90,18 +91,18 @@ class EMA(Generic[ModelT]):
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
             schedule; on accelerators it counts there, because reading the flag is a host sync.
-        seed: Seed for stochastic rounding, of one generator per device. XLA has no generators, so its
-            16-bit averages are rounded with noise of the host, which reads them at each update.
+        seed: Seed for stochastic rounding, of one generator per device. XLA has no generators, so
+            its 16-bit averages are rounded with noise of the host, which reads them at each update.
 
     Raises:
         TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel`` (FSDP1),
             which flattens parameters (use ``fully_shard``); if a number of steps is not an int, a
-            decay is not a number, a schedule or a function, names are neither globs nor a predicate,
-            or ``buffers`` is neither a policy nor a dict.
-        ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay is
-            outside of [0, 1], a number of steps is too small, an option is not one of its values,
-            ``seed`` is not an int of at most 64 bits, no parameter is selected, or a glob other than
-            ``"*"`` matches no name; for a lazy model the first update checks the globs.
+            decay is not a number, a schedule or a function, names are neither globs nor a
+            predicate, or ``buffers`` is neither a policy nor a dict.
+        ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay
+            is outside of [0, 1], a number of steps is too small, an option is not one of its
+            values, ``seed`` is not an int of at most 64 bits, no parameter is selected, or a glob
+            other than ``"*"`` matches no name; for a lazy model the first update checks the globs.
         RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
 
     Warns:
@@ -164,7 +165,9 @@ class EMA(Generic[ModelT]):
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0
+        # The step at which the average was a copy of the model; None before.
         self._start: int | None = None
+
         options = Options(
             include=include,
             exclude=exclude,
@@ -176,6 +179,7 @@ class EMA(Generic[ModelT]):
             seed=seed,
         )
         self._engine = Engine(model, len(self.schedules), options)
+
         # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
         # with their versions: until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
@@ -201,7 +205,7 @@ class EMA(Generic[ModelT]):
             )
 
     def _holds_copy(self, model: torch.nn.Module) -> bool:
-        """Return True if :meth:`copy_to` wrote over parameters that :meth:`restore` will restore."""
+        """Return True if the model has parameters that ``copy_to`` has written an average to."""
         if not self._overwritten:
             return False
         overwritten = {id(tensor) for _, tensor, _ in self._overwritten}
@@ -228,7 +232,8 @@ class EMA(Generic[ModelT]):
             >>> ema.training_weights()
             {}
         """
-        return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
+        stored = self._stored if self._overwritten else {}
+        return {**raw_values(self.model), **stored}
 
     @property
     def decay(self) -> float:
@@ -237,11 +242,12 @@ class EMA(Generic[ModelT]):
         After an update that averaged, ``average == decay * before + (1 - decay) * parameter`` holds
         for it. With ``update_every=k`` it is the decay of ``k`` steps together, such as
         ``schedule.decay ** k``, until the next update that averages. It is 0.0 before the first
-        update, while ``update_after_step`` delays it, and after it, because the first update copies. A
-        step that ``on_nonfinite="skip"`` has skipped on CPU leaves it at that of the step before.
+        update, while ``update_after_step`` delays it, and after it, because the first update
+        copies. A step that ``on_nonfinite="skip"`` has skipped on CPU leaves it at that of the step
+        before.
 
-        It is computed from :attr:`schedules` at each access, without a host sync. The decay as it is
-        configured is ``ema.schedules[0]``.
+        It is computed from :attr:`schedules` at each access, without a host sync. The decay as it
+        is configured is ``ema.schedules[0]``.
 
         Raises:
             ValueError: If the schedule returns a decay outside of [0, 1].
@@ -260,15 +266,17 @@ class EMA(Generic[ModelT]):
         if self._start is None:
             return 0.0
         every = self.update_every
+        # The latest step that ``update_every`` divides, counted from the copy.
         latest = (self.step - self._start) // every * every
         return self.schedules[0].over(latest, every)
 
     @decay.setter
     def decay(self, value: object) -> NoReturn:
         raise AttributeError(
-            f"EMA.decay cannot be set to {value!r}: it is the decay of the latest step. For a decay "
-            "that changes, pass EMA(model, schedule=...). For another one from the next update on, "
-            "assign a schedule, as in ema.schedules[0] = modkit.schedules.Constant(0.99)."
+            f"EMA.decay cannot be set to {value!r}: it is the decay of the latest step. For a "
+            "decay that changes, pass EMA(model, schedule=...). For another one from the next "
+            "update on, assign a schedule, as in ema.schedules[0] = "
+            "modkit.schedules.Constant(0.99)."
         )
 
     @property
@@ -280,35 +288,37 @@ class EMA(Generic[ModelT]):
         return self._engine.options.device
 
     def __repr__(self) -> str:
-        parts = [type(self.model).__name__, *map(repr, self.schedules)]
-        parts += [f"step={self.step}", f"n_averaged={self.n_averaged}"]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        schedules = ", ".join(map(repr, self.schedules))
+        counts = f"step={self.step}, n_averaged={self.n_averaged}"
+        return f"{type(self).__name__}({type(self.model).__name__}, {schedules}, {counts})"
 
     @never_compiled
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
         The first update copies, each later one averages; ``update_after_step`` and ``update_every``
-        skip some. Copied buffers take the present values in each update that averages. If one of the
-        errors below is raised, nothing has changed, :attr:`step` included.
+        skip some. Copied buffers take the present values in each update that averages. If one of
+        the errors below is raised, nothing has changed, :attr:`step` included.
 
         In compiled code it is one graph break.
 
         Args:
-            model: Another model of the same names and shapes to take the parameters from. All of its
-                names may have one more prefix, as in a wrapper of the tracked model, or one fewer.
+            model: Another model of the same names and shapes to take the parameters from. All of
+                its names may have one more prefix, as in a wrapper of the tracked model, or one
+                fewer.
 
         Raises:
             TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout of a
-                tensor: sparse, nested and mkldnn parameters cannot be averaged, nested and mkldnn
-                buffers not even copied; or, with ``on_nonfinite="raise"``, if a value is not finite.
+                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout
+                of a tensor: sparse, nested and mkldnn parameters cannot be averaged, nested and
+                mkldnn buffers not even copied; or, with ``on_nonfinite="raise"``, if a value is not
+                finite.
             ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
-                ``trainable_only=True`` and no parameter requires gradients, or a glob matches no name
-                of a model that was lazy.
+                ``trainable_only=True`` and no parameter requires gradients, or a glob matches no
+                name of a model that was lazy.
 
         Warns:
             UserWarning: Once, if an attached optimizer has already updated the averages for this
@@ -320,7 +330,10 @@ class EMA(Generic[ModelT]):
         if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()
 
-        step, start, every = self.step + 1, self._start, self.update_every
+        # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
+        step = self.step + 1
+        start = self._start
+        every = self.update_every
         count = 0 if start is None else step - start
         is_due = step > self.update_after_step if start is None else count % every == 0
         if not is_due:
@@ -344,18 +357,18 @@ class EMA(Generic[ModelT]):
     def rebind(self) -> None:
         """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
 
-        A parameter that has another name now, because an adapter or a parametrization wraps its layer,
-        keeps its average, if it is the same object with the same memory. If only the name is the same,
-        it keeps its average too, unless the shape is another one. :attr:`step` and :attr:`n_averaged`
-        stay; statistics of :meth:`update_bn` are dropped.
+        A parameter that has another name now, because an adapter or a parametrization wraps its
+        layer, keeps its average, if it is the same object with the same memory. If only the name is
+        the same, it keeps its average too, unless the shape is another one. :attr:`step` and
+        :attr:`n_averaged` stay; statistics of :meth:`update_bn` are dropped.
 
         Raises:
             TypeError: If the model contains ``FullyShardedDataParallel`` now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout of a
-                tensor (see :meth:`update`); or if a new one is not finite, unless ``on_nonfinite`` is
-                ``"ignore"``.
+                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout
+                of a tensor (see :meth:`update`); or if a new one is not finite, unless
+                ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
 
         Example:
@@ -381,15 +394,15 @@ class EMA(Generic[ModelT]):
         are attached in the same order.
 
         Each outermost call of ``step()`` is one step, so accumulated gradients count once. These do
-        not count: ``super().step()`` in a subclass, a step that raises, a step that a ``GradScaler``
-        skips, and the step by which ``torch.distributed.checkpoint`` allocates the state of an
-        optimizer. A fused optimizer skips steps on the device: on CPU they do not count, on
-        accelerators they do, because reading the flag would be a host sync.
+        not count: ``super().step()`` in a subclass, a step that raises, a step that a
+        ``GradScaler`` skips, and the step by which ``torch.distributed.checkpoint`` allocates the
+        state of an optimizer. A fused optimizer skips steps on the device: on CPU they do not
+        count, on accelerators they do, because reading the flag would be a host sync.
 
         While the model holds an average, inside :meth:`applied` or between :meth:`copy_to` and
-        :meth:`restore`, ``optimizer.step()`` raises RuntimeError before it changes anything, because the
-        step would be taken from the average. The errors of :meth:`update` come out of ``optimizer.step()``, after
-        the parameters have changed.
+        :meth:`restore`, ``optimizer.step()`` raises RuntimeError before it changes anything,
+        because the step would be taken from the average. The errors of :meth:`update` come out of
+        ``optimizer.step()``, after the parameters have changed.
 
         Args:
             *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
@@ -399,10 +412,10 @@ class EMA(Generic[ModelT]):
             The object itself.
 
         Raises:
-            TypeError: If an object is not a ``torch.optim.Optimizer``, or does not run its hooks, so
-                that its steps cannot be tracked. None is attached then.
-            ValueError: If there is no optimizer, one is attached already or given twice, or one does
-                not train an averaged parameter. None is attached then.
+            TypeError: If an object is not a ``torch.optim.Optimizer``, or does not run its hooks,
+                so that its steps cannot be tracked. None is attached then.
+            ValueError: If there is no optimizer, one is attached already or given twice, or one
+                does not train an averaged parameter. None is attached then.
 
         Example:
             >>> import torch
@@ -415,14 +428,16 @@ class EMA(Generic[ModelT]):
             >>> ema.n_averaged
             1
         """
-        named = NamedTensors(self.model).parameters.values()
-        averaged = [one.tensor for one in named if self._engine.options.chooses(one)]
+        members = NamedTensors(self.model).parameters.values()
+        chooses = self._engine.options.chooses
+        averaged = [member.tensor for member in members if chooses(member)]
         self._steps.check("EMA.attach()", optimizers, averaged)
         self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 
     @never_compiled
     def _before_step(self, index: int, *call: Any) -> None:
+        # If only some optimizers have stepped when one steps again, the training step is over.
         remedy = "Call restore() first; to train the average, call detach()."
         self._check_restored("EMA: optimizer.step()", self.model, remedy)
         if self._steps.begin(index, *call):
@@ -448,8 +463,8 @@ class EMA(Generic[ModelT]):
             index: Index of the average.
 
         Returns:
-            Pairs of canonical name and tensor, none before the first update: averages in the order of
-            the model's parameters and buffers, then copied buffers, then the statistics of
+            Pairs of canonical name and tensor, none before the first update: averages in the order
+            of the model's parameters and buffers, then copied buffers, then the statistics of
             :meth:`update_bn`. Averages have the shape of the parameter, and the dtype that
             ``precision`` or :meth:`to` gives them. They are not copied, so that a write changes the
             average; only 16-bit averages with ``precision="compensated"`` are computed, in float32.
@@ -473,8 +488,8 @@ class EMA(Generic[ModelT]):
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
         stay the same objects. Before the first update the block sees the training weights. The
-        training weights are restored whatever ends the block, Ctrl-C included. A state that is saved
-        inside contains them too, and :meth:`load_state_dict` restores them.
+        training weights are restored whatever ends the block, Ctrl-C included. A state that is
+        saved inside contains them too, and :meth:`load_state_dict` restores them.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -539,14 +554,14 @@ class EMA(Generic[ModelT]):
             check_writable(pairs)
             for _, tensor, value in pairs:
                 write(tensor, value)
+
             if self._stored:
-                tensors = {id(one.tensor) for one in NamedTensors(self.model).all().values()}
-                written = [(name, one) for name, one, _ in pairs if id(one) in tensors]
-                versions = versions_of([one for _, one in written])
-                self._overwritten = [
-                    (name, one, version)
-                    for (name, one), version in zip(written, versions, strict=True)
-                ]
+                # ``target`` may be a wrapper of the model, or another model.
+                own = {id(member.tensor) for member in NamedTensors(self.model).all().values()}
+                names = [name for name, tensor, _ in pairs if id(tensor) in own]
+                tensors = [tensor for _, tensor, _ in pairs if id(tensor) in own]
+                versions = versions_of(tensors)
+                self._overwritten = list(zip(names, tensors, versions, strict=True))
 
     def store(self) -> None:
         """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`.
@@ -570,8 +585,8 @@ class EMA(Generic[ModelT]):
     def restore(self) -> None:
         """Copy the training weights of :meth:`store` back into the model, and drop them.
 
-        If the model was trained or loaded after :meth:`copy_to`, that change is lost, with a warning.
-        See :meth:`copy_to` for an example.
+        If the model was trained or loaded after :meth:`copy_to`, that change is lost, with a
+        warning. See :meth:`copy_to` for an example.
 
         Raises:
             RuntimeError: If nothing is stored.
@@ -582,17 +597,20 @@ class EMA(Generic[ModelT]):
         """
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
-        versions = versions_of([one for _, one, _ in self._overwritten])
+        versions = versions_of([tensor for _, tensor, _ in self._overwritten])
         pairs = zip(self._overwritten, versions, strict=True)
         changed = [name for (name, _, before), version in pairs if version != before]
+
         with uninterrupted(), torch.no_grad():
             write_all(self.model, self._stored)
-            self._stored, self._overwritten = {}, []
+            self._stored = {}
+            self._overwritten = []
+
         if changed:
             warnings.warn(
-                f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held the "
-                "averaged weights; that change is replaced by the stored training weights. To train "
-                "the average, call copy_to() without store() and restore().",
+                f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held "
+                "the averaged weights; that change is replaced by the stored training weights. To "
+                "train the average, call copy_to() without store() and restore().",
                 stacklevel=2,
             )
 
@@ -607,18 +625,18 @@ class EMA(Generic[ModelT]):
         """Compute the batch normalization statistics of an average in one pass over the data.
 
         They belong to this average: :meth:`applied`, :attr:`module`, :meth:`averaged_model`,
-        :meth:`copy_to` and :meth:`state_dict` contain them, whatever ``buffers`` is. The next update
-        that averages drops them, and the statistics are again those that ``buffers`` selects, so call
-        it before each evaluation. The model in training does not change; the pass runs on a copy. A
-        model without batch normalization is left alone.
+        :meth:`copy_to` and :meth:`state_dict` contain them, whatever ``buffers`` is. The next
+        update that averages drops them, and the statistics are again those that ``buffers``
+        selects, so call it before each evaluation. The model in training does not change; the pass
+        runs on a copy. A model without batch normalization is left alone.
 
         With the mean ``m_b`` and the unbiased variance ``v_b`` of a channel in batch ``b``, the
         running mean and variance are the plain means of ``m_b`` and ``v_b`` over the batches, as in
         ``torch.optim.swa_utils.update_bn`` (https://arxiv.org/abs/1502.03167, algorithm 2). With
-        ``weight_by_samples=True`` they are ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples,
-        and ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch, for ``n_b`` samples in
-        batch ``b``: the last batch of an epoch may be smaller. With batches of one size both are the
-        same, up to float rounding.
+        ``weight_by_samples=True`` they are ``sum(n_b * m_b) / sum(n_b)``, the mean over all
+        samples, and ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch, for ``n_b``
+        samples in batch ``b``: the last batch of an epoch may be smaller. With batches of one size
+        both are the same, up to float rounding.
 
         Each rank of a distributed run computes statistics of its own batches. Layers of
         ``torch.nn.SyncBatchNorm`` combine those of all ranks, which must have equally many batches.
@@ -638,8 +656,8 @@ class EMA(Generic[ModelT]):
                 :meth:`copy_to` and :meth:`restore`, or before the first update.
             NameMismatchError: If names or shapes of the model have changed.
             ValueError: If the loader is empty. Nothing has been changed.
-            Exception: Whatever the loader, the model, or ``copy.deepcopy`` of it raises. Nothing has
-                been changed.
+            Exception: Whatever the loader, the model, or ``copy.deepcopy`` of it raises. Nothing
+                has been changed.
 
         Example:
             >>> import torch
@@ -658,6 +676,7 @@ class EMA(Generic[ModelT]):
             )
         if not batch_norm.layers_of(self.model):
             return
+
         # Tensors that are made in inference mode could not be averaged outside of it.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
@@ -704,12 +723,13 @@ class EMA(Generic[ModelT]):
         """A copy of the model with the first average, in eval mode, without gradients.
 
         It shares memory with averages of the model's dtype and device, so a reference follows all
-        later updates and loaded states. Tensors of another dtype or device, and what is not averaged,
-        are copied at each access; before the first update these are all tensors. If names or shapes of
-        the model change, the next access makes another copy, and earlier references no longer follow.
+        later updates and loaded states. Tensors of another dtype or device, and what is not
+        averaged, are copied at each access; before the first update these are all tensors. If names
+        or shapes of the model change, the next access makes another copy, and earlier references no
+        longer follow.
 
-        BatchNorm statistics are those of the model, or their average: see ``buffers``. For a teacher
-        in training mode, with statistics of its own, use :meth:`copy_to`; the mode that
+        BatchNorm statistics are those of the model, or their average: see ``buffers``. For a
+        teacher in training mode, with statistics of its own, use :meth:`copy_to`; the mode that
         ``module.train()`` sets is kept.
 
         Raises:
@@ -733,8 +753,8 @@ class EMA(Generic[ModelT]):
             self._follow(always=True)
             if self._module is None:
                 self._module = AveragedCopy(self.averaged_model())
-                averages, values = self._engine.tensors(0), self._engine.named(0)
-                self._module.refresh(NamedTensors(self.model), averages, values)
+                named = NamedTensors(self.model)
+                self._module.refresh(named, self._engine.tensors(0), self._engine.named(0))
         return self._module.module
 
     def _follow(self, *, always: bool = False) -> None:
@@ -755,8 +775,8 @@ class EMA(Generic[ModelT]):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model in eval mode.
 
-        The outputs differ from those of a momentum teacher in training mode, which normalizes by the
-        statistics of its batch: see "Momentum teachers" in the guide to weight averaging.
+        The outputs differ from those of a momentum teacher in training mode, which normalizes by
+        the statistics of its batch: see "Momentum teachers" in the guide to weight averaging.
 
         Args:
             *args: Positional arguments of the model.
@@ -778,15 +798,17 @@ class EMA(Generic[ModelT]):
 
         Args:
             device: Device of the averages and of the copied buffers.
-            dtype: Floating-point dtype of the averages, as wide as ``precision`` promises: ``"fp32"``
-                refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or fp16. An average with
-                ``"compensated"`` reads in float32 then: it is the sum with its error term.
+            dtype: Floating-point dtype of the averages, as wide as ``precision`` promises:
+                ``"fp32"`` refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or
+                fp16. An average with ``"compensated"`` reads in float32 then: it is the sum with
+                its error term.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too narrow.
+            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too
+                narrow.
             NameMismatchError: If names or shapes of the model have changed.
             RuntimeError: If torch does not know the device, or it has too little memory.
 
@@ -820,26 +842,31 @@ class EMA(Generic[ModelT]):
             A dict that ``torch.save`` writes, and ``torch.load`` reads with ``weights_only=True``:
 
             - ``"version"`` of the format; ``"step"``, ``"n_averaged"``, ``"update_every"`` and
-              ``"update_after_step"``; ``"start"``, the step at which the average was a copy, or None;
+              ``"update_after_step"``; ``"start"``, the step at which the average was a copy, or
+              None;
             - ``"schedules"``: name and fields of each schedule;
-            - ``"averages"``: for each average its ``"tensors"``, error terms (``"rests"``), states of
-              random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
+            - ``"averages"``: for each average its ``"tensors"``, error terms (``"rests"``), states
+              of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
             - ``"buffers"``: the copied buffers;
             - ``"stepped"``: indices of the attached optimizers that have stepped in an unfinished
               training step, if there is one;
             - ``"raw"``: the training weights, if the model holds an average.
         """
-        own = "step", "n_averaged", "update_every", "update_after_step"
         state: dict[str, Any] = {
             "version": ema_state.VERSION,
             "start": self._start,
-            **{name: getattr(self, name) for name in own},
+            "step": self.step,
+            "n_averaged": self.n_averaged,
+            "update_every": self.update_every,
+            "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
             **self._engine.state_dict(),
             **self._steps.state_dict(),
         }
         raw = self.training_weights()
-        return {**state, "raw": raw} if raw else state
+        if raw:
+            state["raw"] = raw
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
@@ -851,7 +878,8 @@ class EMA(Generic[ModelT]):
         warning. A state from inside :meth:`applied` also loads its training weights into the model.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
-        the first update, with a warning unless the schedule is constant and ``update_after_step`` 0.
+        the first update, with a warning unless the schedule is constant and ``update_after_step``
+        0.
 
         Args:
             state_dict: The state; it is validated completely before anything changes. Tensors are
@@ -862,8 +890,8 @@ class EMA(Generic[ModelT]):
 
         Raises:
             TypeError: If ``step`` is not an int.
-            ValueError: If the state is not a mapping, invalid, of an unknown kind or a newer version,
-                holds another number of averages, or values that are not finite unless
+            ValueError: If the state is not a mapping, invalid, of an unknown kind or a newer
+                version, holds another number of averages, or values that are not finite unless
                 ``on_nonfinite="ignore"``; if ``step`` is negative, or is given with a state that is
                 empty or of an ``EMA``, which holds its own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
@@ -888,6 +916,7 @@ class EMA(Generic[ModelT]):
         self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
             checked_count("step", step, 0)
+
         loaded = ema_state.read(
             state_dict,
             self.model,
@@ -898,15 +927,16 @@ class EMA(Generic[ModelT]):
             step=step,
         )
         self._load(loaded)
+
         if loaded.raw:
             warnings.warn(
-                "EMA: the state was saved inside applied(), or between copy_to() and restore(); its "
-                "training weights are loaded into the model",
+                "EMA: the state was saved inside applied(), or between copy_to() and restore(); "
+                "its training weights are loaded into the model",
                 stacklevel=2,
             )
 
     def _load(self, loaded: ema_state.LoadedState) -> None:
-        """Load a valid state; names and shapes are compared with the model before anything changes."""
+        """Load a valid state; it is compared with the model before anything changes."""
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
@@ -918,21 +948,30 @@ class EMA(Generic[ModelT]):
                 write(tensor, shards_of(value, tensor))
             self._follow()
 
-            self.step, self._start, self.n_averaged = loaded.step, loaded.start, loaded.n_averaged
+            self.step = loaded.step
+            self._start = loaded.start
+            self.n_averaged = loaded.n_averaged
             self.schedules = loaded.schedules
             self.update_every = loaded.update_every
             self.update_after_step = loaded.update_after_step
             self._steps.load(loaded.stepped)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copied model does not hold the average any more: it gets the training weights. They are paired
-        # with tensors, because a model that holds its own averages is not complete when these are copied.
+        # A copied model does not hold the average any more: it gets the training weights. They are
+        # paired with tensors, because a model that holds its own averages is not complete when
+        # these are copied.
         weights = self.training_weights()
-        named = NamedTensors(self.model) if weights else None
-        raw = [(named.tensor(name), value) for name, value in weights.items()] if named else []
-        stored = {} if self._overwritten else self._stored
-        swap = {"_raw": raw, "_stored": stored, "_overwritten": []}
-        return {**vars(self), "_module": None, **swap}
+        raw: list[tuple[Tensor, Tensor]] = []
+        if weights:
+            named = NamedTensors(self.model)
+            raw = [(named.tensor(name), value) for name, value in weights.items()]
+        return {
+            **vars(self),
+            "_module": None,
+            "_raw": raw,
+            "_stored": {} if self._overwritten else self._stored,
+            "_overwritten": [],
+        }
 
     @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:

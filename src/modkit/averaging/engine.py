@@ -1,6 +1,6 @@
-"""The engine of ``EMA``: averages in tensors of their own, matched with the tensors of models by name."""
+"""The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
@@ -23,7 +23,20 @@ from modkit.errors import NameMismatchError
 
 
 class Pairing:
-    """The pairs of an average with the tensors of a model, valid until ``watch`` notices a change."""
+    """An average paired with the tensors of a model, valid until ``watch`` notices a change.
+
+    Args:
+        named: The tensors of the model.
+        values: The values of the average by name.
+
+    Attributes:
+        pairs: Name, tensor of the model, and value of the average.
+        registered: The modules' members, which a swap puts back if its block replaces them.
+        watch: Notices tensors that were replaced, moved, cast or reshaped.
+
+    Raises:
+        NameMismatchError: If names or shapes do not match.
+    """
 
     def __init__(self, named: NamedTensors, values: Tensors) -> None:
         self.pairs: Pairs = pairs_for(named, values)
@@ -33,7 +46,23 @@ class Pairing:
 
 
 class Engine:
-    """The averages of an ``EMA``, in tensors of their own; ``begun`` is True once they hold values."""
+    """The averages of an ``EMA``, in tensors of their own.
+
+    Args:
+        model: The model in training.
+        count: Number of averages, one for each schedule.
+        options: The options, which all averages share.
+
+    Attributes:
+        model: The model in training.
+        options: The options; :meth:`to` replaces them.
+        begun: True once the averages hold values.
+        averages: The averages, in the order of the schedules.
+
+    Raises:
+        TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
+        ValueError: If the options select no parameter, or a glob matches no name.
+    """
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         check_model(model)
@@ -45,6 +74,7 @@ class Engine:
         self.options: Options = options
         self.begun: bool = False
         self.averages: list[Average] = [Average(options) for _ in range(count)]
+        # Copied buffers by name; None where the model's buffer is None.
         self._copies: dict[str, Any] = {}
         self._plans: Cache[Plan] = Cache()
         self._swaps: Cache[Pairing] = Cache()
@@ -60,7 +90,14 @@ class Engine:
             count: Number of steps since the averages were copies of the model; they are at 0.
 
         Returns:
-            False if the step is known to be skipped; an accelerator keeps that to itself.
+            False if the step was skipped. Whether an accelerator skips it is known on the device
+            only, and reading that flag would be a host sync, so then it is True.
+
+        Raises:
+            TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
+            NameMismatchError: If names or shapes are not those of the averages.
+            RuntimeError: If a tensor has no values, no kernels, or, with ``on_nonfinite="raise"``,
+                is not finite.
         """
         plan = self._plans.get(model, None, lambda: self._plan(model))
         taken = plan.step(rule, count) is not False
@@ -78,71 +115,123 @@ class Engine:
         return named
 
     def _plan(self, model: torch.nn.Module) -> Plan:
+        """Match the model with the averages, and allocate those before the first step."""
         named = self._named(model)
         _check_materialized(named)
-        known = self.averages[0].tensors
-        averaged, copied = self.options.split(named, known)
+        average_tensors = self.averages[0].tensors
+        averaged, copied = self.options.split(named, average_tensors)
         _check_layouts(averaged, copied)
-        if known:
-            self._check_known(averaged)
+
+        if average_tensors:
+            self._check_averaged(averaged)
         else:
             _check_any(averaged)
+            # A lazy model had no names to compare the globs with when the EMA was created.
             self.options.check_globs(model)
-        for average in self.averages:
-            if not known:
+            for average in self.averages:
                 average.start(averaged)
+        for average in self.averages:
             average.place(averaged)
         self._see(averaged)
-        # Buffers may come and go.
-        names = {member.name for member in copied}
-        for name in self._copies.keys() - names:
-            del self._copies[name]
-        copies = Copies([(self._copies, one.name, one) for one in copied], self.options.device)
-        parameters = named.parameters.items() if self.options.trainable_only else ()
-        frozen = [one.tensor for name, one in parameters if name not in averaged]
-        return Plan(self.options, self.averages, averaged, copies, [named], frozen=frozen)
 
-    def _check_known(self, averaged: Tensors) -> None:
+        # Buffers may come and go.
+        for name in self._copies.keys() - {member.name for member in copied}:
+            del self._copies[name]
+        pairs = [(self._copies, member.name, member) for member in copied]
+        copies = Copies(pairs, self.options.device)
+
+        # A parameter that begins to train ends the plan: it has no average yet, which is an error.
+        frozen: list[Tensor] = []
+        if self.options.trainable_only:
+            left_out = named.parameters.keys() - averaged.keys()
+            frozen = [named.parameters[name].tensor for name in left_out]
+        return Plan(
+            options=self.options,
+            averages=self.averages,
+            currents=averaged,
+            copies=copies,
+            models=[named],
+            frozen=frozen,
+        )
+
+    def _check_averaged(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
-        what = "EMA: the model is not the one that is averaged"
+        expected = shapes_of(self.averages[0].tensors)
         try:
-            check_match(what, shapes_of(self.averages[0].tensors), shapes_of(averaged))
+            check_match(
+                "EMA: the model is not the one that is averaged", expected, shapes_of(averaged)
+            )
         except NameMismatchError as error:
             add_note(error, MSG_REBIND)
             raise
 
     def check_index(self, index: int) -> None:
-        """Raise IndexError unless there is an average of this index, and TypeError unless it is an int."""
+        """Check the index of an average.
+
+        Raises:
+            TypeError: If it is not an int.
+            IndexError: If there is no average of this index.
+        """
         if isinstance(index, bool) or not isinstance(cast("object", index), SupportsIndex):
             raise TypeError(f"EMA: index must be an int, got {index!r}")
         if not 0 <= index < len(self.averages):
-            count = len(self.averages)
             raise IndexError(
-                f"EMA: index is {index}, and there are {count} averages, numbered from 0"
+                f"EMA: index is {index}, and there are {len(self.averages)} averages, numbered "
+                "from 0"
             )
 
     def named(self, index: int) -> dict[str, Tensor]:
-        """Return an average, the copies and its statistics by name; nothing before the first step."""
+        """Return the values of an average by name, with the copies and its statistics.
+
+        Args:
+            index: Index of the average.
+
+        Returns:
+            Tensors by name; none before the first step. They are not copied, except 16-bit averages
+            with error terms, which are added up in float32.
+
+        Raises:
+            TypeError, IndexError: If ``index`` is not that of an average.
+        """
         self.check_index(index)
+        if not self.begun:
+            return {}
         average = self.averages[index]
-        return {**average.values(), **self._copied(), **average.statistics} if self.begun else {}
+        return {**average.values(), **self._copied(), **average.statistics}
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
         """Return the tensors that hold what ``named`` returns, without their error terms."""
+        if not self.begun:
+            return {}
         average = self.averages[index]
-        return {**average.tensors, **self._copied(), **average.statistics} if self.begun else {}
+        return {**average.tensors, **self._copied(), **average.statistics}
 
     def names(self) -> dict[str, None]:
         """Return the names of what any average replaces in the model."""
         return {name: None for index in range(len(self.averages)) for name in self.tensors(index)}
 
     def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
-        """Pair an average with the tensors of a model."""
+        """Pair an average with the tensors of a model; the latest pairing is cached.
+
+        Args:
+            model: The model, or another one of the same names and shapes.
+            index: Index of the average.
+
+        Returns:
+            The pairing.
+
+        Raises:
+            TypeError: If ``model`` is not a module, contains ``FullyShardedDataParallel``, or
+                ``index`` is not an int.
+            IndexError: If there is no average ``index``.
+            NameMismatchError: If names or shapes do not match.
+        """
         check_model(model)
-        # Only then can it be seen whether the tensors are others.
+        # Between a forward and the next reshard, FSDP registers full parameters: these would look
+        # like replaced tensors, and the cached pairing would never be used.
         reshard(model.modules())
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
@@ -153,55 +242,92 @@ class Engine:
         """Return the averages and the copies. Tensors are not copied."""
         # A first update that was refused may have allocated averages.
         averages = self.averages if self.begun else [Average(self.options) for _ in self.averages]
-        buffers = self._copied() if self.begun else {}
-        return {"averages": [one.state_dict() for one in averages], "buffers": buffers}
+        return {
+            "averages": [average.state_dict() for average in averages],
+            "buffers": self._copied() if self.begun else {},
+        }
 
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
-        """Load a state; it is checked before anything is changed."""
-        bound, wanted, found = ema_state.matched(loaded, named, self.options)
-        _check_layouts(bound)
+        """Load a state; it is compared with the model before anything is changed.
+
+        Args:
+            loaded: A valid state with averages. Its tensors are copied.
+            named: The tensors of the model in training.
+
+        Raises:
+            NameMismatchError: If names or shapes of the state are not those of the model.
+            ValueError: If an average is complex and its parameter real, or the other way round.
+            RuntimeError: If torch has no kernels for the layout of a parameter.
+        """
+        averaged, copied_names, saved_averages = ema_state.matched(loaded, named, self.options)
+        _check_layouts(averaged)
         averages = [Average(self.options) for _ in self.averages]
-        self._see({} if named.has_lazy() else bound)
-        for average, state, tensors in zip(averages, loaded.averages, found, strict=True):
-            average.start(bound)
+
+        self._see({} if named.has_lazy() else averaged)
+        for average, state, tensors in zip(averages, loaded.averages, saved_averages, strict=True):
+            average.start(averaged)
             average.load_state_dict({**state, "tensors": tensors})
+            # Those of a layer that the model has lost since are dropped.
             statistics = state.get("statistics", {}).items()
-            average.set_statistics({n: one.clone() for n, one in statistics if n in named.buffers})
-        buffers = {name: value for name, value in loaded.buffers.items() if name in wanted}
+            average.set_statistics({n: t.clone() for n, t in statistics if n in named.buffers})
+
         device = self.options.device
-        self._copies = {name: one.to(device, copy=True) for name, one in buffers.items()}
-        self._plans, self.averages, self.begun = Cache(), averages, True
+        self._copies = {}
+        for name, buffer in loaded.buffers.items():
+            if name in copied_names:
+                self._copies[name] = buffer.to(device, copy=True)
+        self._plans = Cache()
+        self.averages = averages
+        self.begun = True
 
     def reset(self) -> None:
         """Drop all values, so that the next step is the first one."""
-        self._plans, self._copies, self._seen, self.begun = Cache(), {}, {}, False
+        self._plans = Cache()
+        self._copies = {}
+        self._seen = {}
+        self.begun = False
         for average in self.averages:
             average.reset()
 
     def rebind(self) -> None:
-        """Take in parameters that the model has got, and drop those that it has lost."""
+        """Take in parameters that the model has got, and drop those that it has lost.
+
+        Raises:
+            TypeError: If the model contains ``FullyShardedDataParallel`` now.
+            RuntimeError: If a tensor has no values or no kernels, or a new one is not finite unless
+                ``on_nonfinite`` is ``"ignore"``.
+            ValueError: If no parameter is selected any more.
+        """
         named = self._named(self.model)
         _check_materialized(named)
         if not self.begun:
             self.reset()
             return
-        former = self._former_names(named)
-        averaged, copied = self.options.split(named, former)
+
+        former_names = self._former_names(named)
+        averaged, copied = self.options.split(named, former_names)
         _check_any(averaged)
         _check_layouts(averaged, copied)
         if self.options.on_nonfinite != "ignore":
-            known = shapes_of(self.averages[0].tensors)
-            new = {
-                n: one for n, one in averaged.items() if known.get(former.get(n, "")) != one.shape
-            }
-            precision.check_finite("EMA", new)
+            self._check_new(averaged, former_names)
+
         self._plans = Cache()
-        self.averages = [one.resized(averaged, self.options, former) for one in self.averages]
+        self.averages = [
+            average.resized(averaged, self.options, former_names) for average in self.averages
+        ]
         self._see(averaged)
-        names = named.names()
-        self._copies = {name: copy for name, copy in self._copies.items() if name in names}
+        for name in self._copies.keys() - named.names():
+            del self._copies[name]
+        # They were computed for other weights.
         for average in self.averages:
             average.statistics = {}
+
+    def _check_new(self, averaged: Tensors, former_names: Mapping[str, str]) -> None:
+        """Raise RuntimeError if a tensor is not finite whose average would start as a copy of it."""
+        shapes = shapes_of(self.averages[0].tensors)
+        former_shapes = {name: shapes.get(former_names.get(name, "")) for name in averaged}
+        new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
+        precision.check_finite("EMA", new)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -217,35 +343,48 @@ class Engine:
 
         The same tensor may have another name now: adapters and parametrizations wrap its layer, and
         removing a layer of a list renumbers the others. If it also has other memory, it may hold
-        something else (the original of a parametrization is what ``right_inverse`` returns), so only
-        an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
+        something else (the original of a parametrization is what ``right_inverse`` returns), so
+        only an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
         """
         former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
         members = named.all()
         present = {id(member.tensor) for member in members.values()}
-        found: dict[str, str] = {}
+
+        former_names: dict[str, str] = {}
         for name, member in members.items():
             former = former_of.get(id(member.tensor))
             if former is None:
                 seen = self._seen.get(name)
-                if name in self.averages[0].tensors and (
-                    seen is None or id(seen[0]) not in present
-                ):
-                    found[name] = name
+                has_average = name in self.averages[0].tensors
+                if has_average and (seen is None or id(seen[0]) not in present):
+                    former_names[name] = name
             elif former == name or self._seen[former][1] == _address(member.tensor):
-                found[name] = former
-        return found
+                former_names[name] = former
+        return former_names
 
     def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        """Move and cast the averages, and keep later ones there."""
-        options = self.options
-        options = replace(options, device=device or options.device, dtype=dtype or options.dtype)
+        """Move and cast the averages, and keep later ones there.
+
+        Args:
+            device: Device of the averages and the copies. None leaves it.
+            dtype: Dtype of floating-point averages. None leaves it.
+
+        Raises:
+            NameMismatchError: If names or shapes of the model have changed.
+        """
+        options = replace(
+            self.options, device=device or self.options.device, dtype=dtype or self.options.dtype
+        )
         averaged: dict[str, Tensor] = {}
-        if known := self.averages[0].tensors:
-            averaged, _ = options.split(NamedTensors(self.model), known)
-            self._check_known(averaged)
-        names = {name: name for name in averaged}
-        self.averages = [one.resized(averaged, options, names) for one in self.averages]
+        average_tensors = self.averages[0].tensors
+        if average_tensors:
+            averaged, _ = options.split(NamedTensors(self.model), average_tensors)
+            self._check_averaged(averaged)
+
+        same_names = {name: name for name in averaged}
+        self.averages = [
+            average.resized(averaged, options, same_names) for average in self.averages
+        ]
         self.options = options
         self._plans = Cache()
         if device is not None:
@@ -257,6 +396,7 @@ def _address(tensor: Tensor) -> int:
     try:
         return local_shard(tensor).data_ptr()
     except RuntimeError:
+        # Tensors without storage, such as functorch's wrappers, and uninitialized parameters.
         return 0
 
 
@@ -281,17 +421,18 @@ def _check_any(averaged: Tensors) -> None:
 
 
 def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
-    """Raise RuntimeError, by name, for tensors that torch's kernels do not average or copy in place."""
-    for name, tensor in (*averaged.items(), *((one.name, one.tensor) for one in copied)):
+    """Raise RuntimeError, by name, for tensors that torch cannot average or copy in place."""
+    tensors = [*averaged.items(), *((member.name, member.tensor) for member in copied)]
+    for name, tensor in tensors:
         # The older kind of nested tensors is of the strided layout.
         is_opaque = tensor.is_nested or tensor.is_mkldnn
         if is_opaque or (name in averaged and tensor.layout is not torch.strided):
             layout = f"{tensor.layout} (nested)" if tensor.is_nested else tensor.layout
             policy = "ignore" if is_opaque else "copy"
             raise RuntimeError(
-                f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it out with "
-                f"exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a buffer. Nothing has "
-                "been changed."
+                f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it "
+                f"out with exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a "
+                "buffer. Nothing has been changed."
             )
 
 

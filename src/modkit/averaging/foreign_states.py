@@ -1,7 +1,8 @@
-"""Averages in the states of other libraries, which need not be installed, and plain averaged weights.
+"""Averages in the states of other libraries, and plain averaged weights.
 
-Supported are torch (``AveragedModel``), timm (``ModelEmaV2`` and ``V3``), diffusers (``EMAModel``),
-ema-pytorch (``EMA``), torch_ema (``ExponentialMovingAverage``) and Lightning (``WeightAveraging``).
+The libraries need not be installed. Supported are torch (``AveragedModel``), timm (``ModelEmaV2``
+and ``V3``), diffusers (``EMAModel``), ema-pytorch (``EMA``), torch_ema
+(``ExponentialMovingAverage``) and Lightning (``WeightAveraging``).
 
 Example:
     >>> import torch
@@ -104,6 +105,9 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
         model: The averaged model. Lists without names (diffusers, torch_ema) get the names of its
             parameters, in order.
 
+    Returns:
+        The averages and what the state says about them.
+
     Raises:
         ValueError: If the state is unknown or invalid, or a list does not fit the model.
     """
@@ -111,6 +115,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
     checked = CheckedMapping(source or "", state)
     match source:
         case "diffusers":
+            # Its ``get_decay`` chooses one of two formulas, in the words of its options.
             names = ["decay", "min_decay", "inv_gamma", "power"]
             step = checked.integer("optimization_step")
             after = checked.integer("update_after_step")
@@ -151,12 +156,13 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
         case _:
             begins_with = ", ".join(map(repr, list(state)[:5])) or "nothing"
             raise invalid_state(
-                "the state is neither from modkit.EMA, nor from a supported library, nor are its names "
-                f"those of the model: it begins with {begins_with}"
+                "the state is neither from modkit.EMA, nor from a supported library, nor are its "
+                f"names those of the model: it begins with {begins_with}"
             )
 
 
 def _decay(checked: CheckedMapping, kind: type[Schedule], names: Iterable[str]) -> Schedule:
+    """Return the schedule whose fields are these entries of the state."""
     checked.require(names)
     try:
         return kind(**{name: checked.values[name] for name in names})
@@ -169,11 +175,11 @@ def _decay(checked: CheckedMapping, kind: type[Schedule], names: Iterable[str]) 
 def _below(prefix: str, checked: CheckedMapping) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by their names in the model."""
     checked.check_names()
-    tensors = {
-        key.removeprefix(prefix): value.detach()
-        for key, value in checked.values.items()
-        if key.startswith(prefix) and isinstance(value, Tensor)
-    }
+    tensors: dict[str, Tensor] = {}
+    for key, value in checked.values.items():
+        if key.startswith(prefix) and isinstance(value, Tensor):
+            tensors[key.removeprefix(prefix)] = value.detach()
+
     names = canonical_names(tensors)
     renamed = {names[key]: value for key, value in tensors.items()}
     return CheckedMapping(checked.source, renamed).tensors()
@@ -188,16 +194,17 @@ def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
     parameters = named if len(named) == len(tensors) else trained
+
     if len(parameters) != len(tensors):
         raise invalid_state(
-            f"the state of {checked.source} holds {len(tensors)} tensors without names, and the model "
-            f"has {len(named)} parameters, {len(trained)} of which train"
+            f"the state of {checked.source} holds {len(tensors)} tensors without names, and the "
+            f"model has {len(named)} parameters, {len(trained)} of which train"
         )
     for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
         if parameter.shape != tensor.shape:
             raise invalid_state(
-                f"the state of {checked.source} has no names, and its order is not that of the model: "
-                f"where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
+                f"the state of {checked.source} has no names, and its order is not that of the "
+                f"model: where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
                 f"{tuple(tensor.shape)}"
             )
     return {names[name]: tensor for name, tensor in zip(parameters, tensors, strict=True)}

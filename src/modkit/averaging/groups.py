@@ -12,7 +12,8 @@ from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.sharding import local_shard
 
 
-# ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them in.
+# ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them
+# in.
 Gather: TypeAlias = tuple[Callable[..., Any], list[Tensor], Tensor]
 
 
@@ -24,8 +25,8 @@ class Group:
         owners: The averages that the group is a part of, several with several decays.
         averages: The averaged tensors, in a list for each owner.
         errors: Their error terms, in a list for each owner; empty lists without error terms.
-        currents: The tensors of the model, in the order of each of these lists. In the group of a flat
-            buffer it is one tensor, which ``gathers`` fill.
+        currents: The tensors of the model, in the order of each of these lists. In the group of a
+            flat buffer it is one tensor, which ``gathers`` fill.
         gathers: Calls that copy the tensors of the model into the one tensor in ``currents``.
         has_average: Whether the averages are floating-point or complex: integers have no average.
     """
@@ -76,9 +77,13 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list
         owners: The averages, which have the same names.
         currents: The tensors of the model by name.
         flat: Whether tensors whose averages are in flat buffers are gathered.
+
+    Returns:
+        The groups, those of flat buffers first. Each tensor is in one of them.
     """
     flat_groups = _flat_groups(owners, currents) if flat else []
     taken = {name for names, _ in flat_groups for name in names}
+
     groups: dict[tuple[Any, ...], Group] = {}
     first = owners[0]
     for name, current in currents.items():
@@ -90,11 +95,16 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list
         if key not in groups:
             groups[key] = Group.like(owners, average)
         groups[key].add(name, current)
+
     return [group for _, group in flat_groups] + list(groups.values())
 
 
 def _flat_groups(owners: Sequence[Average], currents: Tensors) -> list[tuple[list[str], Group]]:
-    """Return the group of each flat buffer that all averages, and the model, still have the tensors of."""
+    """Return the groups of flat buffers, each with the names of its tensors.
+
+    A buffer is left out unless all averages, and the model, still have the tensors that it was made
+    for: a lerp of the buffer would miss the others. Those are averaged one by one then.
+    """
     groups: list[tuple[list[str], Group]] = []
     for index, flat in enumerate(owners[0].flats):
         names = flat.names
@@ -103,11 +113,12 @@ def _flat_groups(owners: Sequence[Average], currents: Tensors) -> list[tuple[lis
         if len(sources) < len(names) or not alike:
             continue
 
-        pairs = [(one.flats[index], one.tensors) for one in owners if index < len(one.flats)]
-        usable = all(flat.names == names and flat.holds(own) for flat, own in pairs)
-        if usable and len(pairs) == len(owners):
+        # Averages of one model are alike, but each may have lost its buffers by a copy or a move.
+        owned = [(owner.flats[index], owner) for owner in owners if index < len(owner.flats)]
+        usable = all(buf.names == names and buf.holds(owner.tensors) for buf, owner in owned)
+        if usable and len(owned) == len(owners):
             group = Group.like(owners, flat.data)
-            group.averages = [[flat.data] for flat, _ in pairs]
+            group.averages = [[buffer.data] for buffer, _ in owned]
             data, group.gathers = _gathers(sources)
             group.currents = [data]
             groups.append((names, group))
@@ -115,7 +126,11 @@ def _flat_groups(owners: Sequence[Average], currents: Tensors) -> list[tuple[lis
 
 
 def _gathers(sources: Sequence[Tensor]) -> tuple[Tensor, list[Gather]]:
-    """Return a flat tensor, and one call for each trailing shape that gathers small tensors in it."""
+    """Return a flat tensor, and the calls that gather small tensors in it.
+
+    One ``torch.cat`` takes all tensors of a trailing shape, one ``torch.stack`` all scalars. That
+    is the order of a flat buffer, whose tensors are in runs of the same trailing shape.
+    """
     runs: dict[tuple[bool, torch.Size], list[Tensor]] = {}
     for source in sources:
         runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)

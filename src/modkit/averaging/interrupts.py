@@ -16,8 +16,8 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 
-# The functions behind ``signal.signal`` and ``signal.getsignal``. Those convert each number and handler
-# to an enum and back, which takes longer than an update of a small model.
+# The functions behind ``signal.signal`` and ``signal.getsignal``. Those convert each number and
+# handler to an enum and back, which takes longer than an update of a small model.
 _signals: Any = importlib.import_module("_signal")
 
 # Signals whose handlers usually raise: KeyboardInterrupt, or SystemExit before a job is preempted.
@@ -34,7 +34,8 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
     Python runs the handler of a signal between any two bytecodes of the main thread, so that a
     ``KeyboardInterrupt`` can leave an average half updated, half of a model swapped, or a mode of
     torch entered for good. Inside the block handlers are only noted; they run when it ends, in
-    order. In other threads no handler ever runs, so the block has no effect there. Blocks may be nested.
+    order. In other threads no handler ever runs, so the block has no effect there. Blocks may be
+    nested.
     """
 
     def __enter__(self) -> Self:
@@ -43,6 +44,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._waiting: list[tuple[int, FrameType | None]] = []
         if threading.get_ident() != threading.main_thread().ident:
             return self
+
         try:
             for number in _DEFERRED:
                 handler = _signals.getsignal(number)
@@ -58,6 +60,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         return self
 
     def _restore(self) -> None:
+        """Give the signals their handlers back. It may be called again after an exception."""
         while self._replaced:
             number = self._replaced[-1]
             _signals.signal(number, self._handlers[number])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -48,6 +48,17 @@ class Member:
         return self.current().shape if self.is_parameter else None
 
 
+class _Slot(NamedTuple):
+    """The fields of a :class:`Member`, before its name is canonical."""
+
+    name: str
+    tensor: Any
+    registry: Registry
+    key: str
+    is_parameter: bool = True
+    persistent: bool = True
+
+
 class NamedTensors:
     """All parameters and buffers of a model by canonical name, at one moment.
 
@@ -56,8 +67,8 @@ class NamedTensors:
     Args:
         model: The model.
         leave_out: A module below it that is skipped, with all that it contains.
-        like: Another model. If all parameters of the two differ by one prefix, because one wraps the
-            other, the names are those of ``like``.
+        like: Another model. If all parameters of the two differ by one prefix, because one wraps
+            the other, the names are those of ``like``.
 
     Attributes:
         modules: All modules, in the order of the walk.
@@ -89,27 +100,27 @@ class NamedTensors:
         self.scripted: bool = False
 
         slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
-        names = canonical_names(slot[0] for slot in slots)
-        parameters = [slot[0] for slot in slots if slot[4] and slot[3] is not None]
+        names = canonical_names(slot.name for slot in slots)
+        parameters = [s.name for s in slots if s.is_parameter and s.tensor is not None]
         if like is not None:
             names = names_like({names[name] for name in parameters}, names, like.parameter_names)
         self.parameter_names: set[str] = {names[name] for name in parameters}
 
         first: dict[int, str] = {}
-        for name, registry, key, tensor, is_parameter, persistent in slots:
-            member = Member(names[name], tensor, registry, key, is_parameter, persistent)
-            if tensor is None:
-                if not is_parameter:
+        for slot in slots:
+            member = Member(names[slot.name], *slot[1:])
+            if member.tensor is None:
+                if not member.is_parameter:
                     self.empty[member.name] = member
-            elif id(tensor) in first:
-                self.aliases[member.name] = first[id(tensor)]
+            elif id(member.tensor) in first:
+                self.aliases[member.name] = first[id(member.tensor)]
             else:
-                first[id(tensor)] = member.name
-                (self.parameters if is_parameter else self.buffers)[member.name] = member
+                first[id(member.tensor)] = member.name
+                members = self.parameters if member.is_parameter else self.buffers
+                members[member.name] = member
 
-    def _slots_of(
-        self, prefix: str, module: torch.nn.Module
-    ) -> Iterator[tuple[str, Registry, str, Any, bool, bool]]:
+    def _slots_of(self, prefix: str, module: torch.nn.Module) -> "Iterator[_Slot]":
+        """Yield the parameters and buffers of a module, and note the tables that they are in."""
         parameters: Registry = module._parameters
         buffers: Registry = module._buffers
         if isinstance(module, torch.jit.ScriptModule):
@@ -124,9 +135,10 @@ class NamedTensors:
             transient = module._non_persistent_buffers_set
 
         for key, tensor in parameters.items():
-            yield prefix + key, parameters, key, tensor, True, True
+            yield _Slot(prefix + key, tensor, parameters, key)
         for key, tensor in buffers.items():
-            yield prefix + key, buffers, key, tensor, False, key not in transient
+            is_saved = key not in transient
+            yield _Slot(prefix + key, tensor, buffers, key, is_parameter=False, persistent=is_saved)
 
     def all(self) -> dict[str, Member]:
         """Return parameters and buffers together."""
@@ -145,8 +157,9 @@ class NamedTensors:
         """Return the tensor of a name, or raise NameMismatchError."""
         member = self.member(name)
         if member is None:
-            what = "EMA: the state does not fit the model"
-            raise NameMismatchError(what, missing=[], unexpected=[name], shapes=[])
+            raise NameMismatchError(
+                "EMA: the state does not fit the model", missing=[], unexpected=[name], shapes=[]
+            )
         tensor: Tensor = member.tensor
         return tensor
 

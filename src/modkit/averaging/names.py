@@ -35,7 +35,10 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def _prefix_between(longer: set[str], shorter: set[str]) -> str:
-    """Return the one prefix, such as ``"net."``, that turns the shorter names into the longer; or ""."""
+    """Return the prefix, such as ``"net."``, that turns the shorter names into the longer.
+
+    It is empty unless one prefix does that for all names.
+    """
     if not longer or not shorter:
         return ""
     # A common prefix leaves the alphabetical order as it is, so the first names are a pair.
@@ -52,45 +55,52 @@ def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[
         names: The names to adapt: all names of the model, by key.
         theirs: Names of the parameters of the other model, whose prefix is taken.
 
+    Returns:
+        The adapted names by key, or ``names`` if the parameters do not differ by one prefix.
+
     Example:
         >>> names_like({"net.weight"}, {"net.weight": "net.weight"}, {"weight"})
         {'net.weight': 'weight'}
     """
-    surplus, lacking = _prefix_between(mine, theirs), _prefix_between(theirs, mine)
+    surplus = _prefix_between(mine, theirs)
+    lacking = _prefix_between(theirs, mine)
     renamed = {key: lacking + name.removeprefix(surplus) for key, name in names.items()}
     # They collide where a wrapper has a buffer of the name of one of its network.
     return renamed if len(set(renamed.values())) == len(names) else names
 
 
 def check_match(
-    what: str,
+    problem: str,
     expected: Mapping[str, torch.Size | None],
-    found: Mapping[str, torch.Size | None],
+    actual: Mapping[str, torch.Size | None],
     *,
     end: str = "Nothing has been changed.",
 ) -> None:
     """Compare names and shapes.
 
     Args:
-        what: What was done or does not fit, with which the error begins.
+        problem: What was done or does not fit, with which the error begins.
         expected: Shapes by name; None stands for any shape.
-        found: Shapes by name; None stands for any shape.
+        actual: Shapes by name; None stands for any shape.
         end: Last sentence of the error; empty where nothing could have been changed.
 
     Raises:
         NameMismatchError: If they differ. It lists the names that are missing, unexpected, or of
             another shape.
     """
-    missing = [name for name in expected if name not in found]
-    unexpected = [name for name in found if name not in expected]
+    missing = [name for name in expected if name not in actual]
+    unexpected = [name for name in actual if name not in expected]
+
     shapes: list[str] = []
     for name, expected_shape in expected.items():
-        shape = found.get(name)
+        shape = actual.get(name)
         if expected_shape is not None and shape is not None and shape != expected_shape:
             shapes.append(f"{name} ({tuple(shape)} instead of {tuple(expected_shape)})")
+
     if missing or unexpected or shapes:
-        names = {"missing": missing, "unexpected": unexpected, "shapes": shapes}
-        raise NameMismatchError(what, **names, end=end)
+        raise NameMismatchError(
+            problem, missing=missing, unexpected=unexpected, shapes=shapes, end=end
+        )
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -4,6 +4,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,8 +23,20 @@ from modkit.averaging.sharding import local_shard
 
 
 def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
-    """Return the optimizer; raise TypeError if its steps run no hooks."""
-    what = f"{owner}: {type(optimizer).__name__}"
+    """Return the optimizer, whose steps run hooks.
+
+    Args:
+        owner: What the optimizer is for, with which errors begin.
+        optimizer: The object that was given.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        TypeError: If it is not a ``torch.optim.Optimizer``, or its ``step()`` does not run the
+            hooks of one. Advice for wrappers, such as accelerate's, is part of the text.
+    """
+    described = f"{owner}: {type(optimizer).__name__}"
     inner = getattr(optimizer, "optimizer", None)
     remedy = "Call update() after each step instead."
     if isinstance(inner, Optimizer):
@@ -33,19 +46,22 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"{what} is not a torch.optim.Optimizer, so its steps cannot be tracked. {remedy}"
+            f"{described} is not a torch.optim.Optimizer, so its steps cannot be tracked. {remedy}"
         )
-    # The wrappers of Lightning share their table of hooks with the optimizer inside, which runs them.
+
+    # Lightning's wrappers share their table of hooks with the optimizer inside, which runs them.
     stepping = optimizer if runs_step_hooks(optimizer) else inner
     if step_hooks(optimizer) is None or step_hooks(optimizer) is not step_hooks(stepping):
         raise TypeError(
-            f"{what} does not run the hooks of torch.optim.Optimizer, so its steps cannot be "
+            f"{described} does not run the hooks of torch.optim.Optimizer, so its steps cannot be "
             f"tracked. {remedy}"
         )
     return optimizer
 
 
 class _Calls(threading.local):
+    """The number of steps that have begun and not ended, per thread."""
+
     count = 0
 
 
@@ -58,13 +74,22 @@ class OptimizerSteps:
     - one inside another step of the same optimizer, such as ``super().step()`` in a subclass;
     - one that raises;
     - the one by which ``torch.distributed.checkpoint`` allocates the state of an optimizer;
-    - one of a fused optimizer that skips it, where the flag of the ``GradScaler`` is in host memory.
+    - one of a fused optimizer that skips it, where the flag of the ``GradScaler`` is in host
+      memory.
+
+    Args:
+        stepped: Indices of the optimizers that have stepped in this training step.
+
+    Attributes:
+        optimizers: The attached optimizers, in the order of their indices.
+        stepped: Indices of those that have stepped in this training step.
     """
 
     def __init__(self, stepped: Iterable[int] = ()) -> None:
         self.optimizers: list[Optimizer] = []
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
+        # Versions of parameters when the averages were last updated by an optimizer's step.
         self._versions: list[int] | None = None
         self._has_warned = False
         # Optimizers may step in backward, which runs in a thread for each device.
@@ -79,20 +104,34 @@ class OptimizerSteps:
     def check(
         self, owner: str, optimizers: Sequence[Optimizer], averaged: Iterable[torch.Tensor]
     ) -> None:
-        """Raise TypeError or ValueError for optimizers that cannot be attached for these parameters."""
+        """Check that optimizers can be attached.
+
+        Args:
+            owner: The method that attaches them, with which errors begin.
+            optimizers: The optimizers that were given.
+            averaged: The parameters that are averaged.
+
+        Raises:
+            TypeError: If the steps of one cannot be tracked.
+            ValueError: If there is none, one is attached already or given twice, or one has no
+                averaged parameter.
+        """
         if not optimizers:
             raise ValueError(f"{owner} needs an optimizer")
-        trained = set(map(id, averaged))
-        for place, one in enumerate(optimizers):
-            check_optimizer(owner, one)
-            what = f"{owner}: {type(one).__name__}"
-            if any(one is other for other in (*self.optimizers, *optimizers[:place])):
-                raise ValueError(f"{what} is attached already, or given twice")
-            groups = one.param_groups
-            if trained.isdisjoint(id(each) for group in groups for each in group["params"]):
+
+        averaged_ids = set(map(id, averaged))
+        for index, optimizer in enumerate(optimizers):
+            check_optimizer(owner, optimizer)
+            kind = type(optimizer).__name__
+            others = (*self.optimizers, *optimizers[:index])
+            if any(optimizer is other for other in others):
+                raise ValueError(f"{owner}: {kind} is attached already, or given twice")
+
+            groups = [group["params"] for group in optimizer.param_groups]
+            if averaged_ids.isdisjoint(map(id, chain.from_iterable(groups))):
                 raise ValueError(
-                    f"{what} has no averaged parameter of the model. Attach the optimizer that "
-                    "trains it, after the model is where it is trained."
+                    f"{owner}: {kind} has no averaged parameter of the model. Attach the optimizer "
+                    "that trains it, after the model is where it is trained."
                 )
 
     def attach(
@@ -101,17 +140,26 @@ class OptimizerSteps:
         before: Callable[..., None],
         after: Callable[..., None],
     ) -> None:
-        """Call functions before and after each step of the optimizers, with the index as well."""
-        for index, one in enumerate(optimizers, len(self.optimizers)):
-            self._handles.append(one.register_step_pre_hook(partial(before, index)))
-            self._handles.append(one.register_step_post_hook(partial(after, index)))
+        """Call functions before and after each step of the optimizers.
+
+        Args:
+            optimizers: Optimizers that :meth:`check` has accepted.
+            before: Called before each step with the index of the optimizer, then as torch calls a
+                pre-hook: with the optimizer, the arguments and the keywords of ``step()``.
+            after: Called after each step in the same way.
+        """
+        for index, optimizer in enumerate(optimizers, len(self.optimizers)):
+            self._handles.append(optimizer.register_step_pre_hook(partial(before, index)))
+            self._handles.append(optimizer.register_step_post_hook(partial(after, index)))
         self.optimizers += optimizers
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers, self._handles, self.stepped = [], [], set()
+        self.optimizers = []
+        self._handles = []
+        self.stepped = set()
         self._versions = None
 
     def state_dict(self) -> dict[str, list[int]]:
@@ -126,14 +174,15 @@ class OptimizerSteps:
     def _in_progress(self, index: int, calls: int) -> list[int]:
         """Return the indices of the optimizers that are stepping in this thread, innermost first.
 
-        ``calls`` is how many steps have begun and not ended. After a step that raised it is too high,
-        because torch runs no post hook then. Only the stack has the truth, and reading it takes as
-        long as a small update.
+        ``calls`` is how many steps have begun and not ended. After a step that raised it is too
+        high, because torch runs no post hook then. Only the stack has the truth, and reading it
+        takes as long as a small update.
         """
         if calls <= 1:
             return [index]
-        indices = {id(step_hooks(one)): place for place, one in enumerate(self.optimizers)}
-        tables = [id(step_hooks(one)) for one in steps_in_progress()]
+        # A wrapper and the optimizer inside are two objects with one table of hooks.
+        indices = {id(step_hooks(o)): place for place, o in enumerate(self.optimizers)}
+        tables = [id(step_hooks(optimizer)) for optimizer in steps_in_progress()]
         return [indices[table] for table in tables if table in indices] or [index]
 
     def _is_complete(self) -> bool:
@@ -148,6 +197,8 @@ class OptimizerSteps:
         flag = getattr(optimizer, "found_inf", None)
         if isinstance(flag, torch.Tensor) and flag.device.type in HOST_DEVICES and flag.any():
             return False
+        # ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a
+        # learning rate of 0, so that there is a state to load into.
         is_without_closure = "closure" in keywords and keywords["closure"] is None
         return not (is_without_closure and is_allocating_state())
 
@@ -164,6 +215,7 @@ class OptimizerSteps:
             or not self._counts(index, optimizer, keywords)
         ):
             return False
+
         with self._lock:
             # A loaded state may be of a run with more optimizers.
             is_unfinished = not self._is_complete()
@@ -191,18 +243,19 @@ class OptimizerSteps:
         self._versions = self._versions_now()
 
     def warn_if_updated(self) -> None:
-        """Warn once if the averages contain the present parameters because an optimizer has stepped."""
+        """Warn once if an attached optimizer has already updated the averages for this step."""
         if self._has_warned or self._versions is None or self._versions != self._versions_now():
             return
         self._has_warned = True
-        text = (
-            "EMA.update() was called for a step by which an attached optimizer has already updated"
+        warnings.warn(
+            "EMA.update() was called for a step by which an attached optimizer has already "
+            "updated the averages, so the step counts twice. Call either attach() or update(); "
+            "detach() ends the updates by optimizers.",
+            stacklevel=3,
         )
-        advice = "Call either attach() or update(); detach() ends the updates by optimizers."
-        warnings.warn(f"{text} the averages, so the step counts twice. {advice}", stacklevel=3)
 
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.
-        groups = [group["params"][:1] for one in self.optimizers for group in one.param_groups]
-        first = [local_shard(parameter) for group in groups for parameter in group]
-        return [0 if one.is_inference() else one._version for one in first]
+        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        first = [local_shard(group["params"][0]) for group in groups if group["params"]]
+        return [0 if tensor.is_inference() else tensor._version for tensor in first]

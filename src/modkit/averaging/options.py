@@ -18,20 +18,42 @@ Names: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
 BufferPolicy: TypeAlias = Literal["copy", "average", "ignore"]
 # One policy for all buffers, or one for each glob of names; the first glob that matches counts.
 Buffers: TypeAlias = BufferPolicy | Mapping[str, BufferPolicy]
-
-
 Device: TypeAlias = int | str | torch.device | None
 
 
 def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ValueError if the value is not one of the choices."""
+    """Check an option that has a few values.
+
+    Args:
+        owner: The class or function that takes the option, with which the error begins.
+        name: The option.
+        value: Its value, which may be of any type.
+        choices: The valid values.
+
+    Raises:
+        ValueError: If the value is not one of the choices.
+    """
     if value not in choices:
         expected = ", ".join(map(repr, choices))
         raise ValueError(f"{owner}: {name} must be one of {expected}, got {value!r}")
 
 
 def checked_count(name: str, value: int, least: int, owner: str = "EMA") -> int:
-    """Return a number of steps, or raise TypeError or ValueError if it is not an int >= least."""
+    """Return a number of steps.
+
+    Args:
+        name: The argument, as errors name it.
+        value: Its value, which may be of any type.
+        least: Smallest valid value.
+        owner: The class that takes it, with which errors begin.
+
+    Returns:
+        The value.
+
+    Raises:
+        TypeError: If it is not an int. A bool is not.
+        ValueError: If it is below ``least``.
+    """
     if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
         raise TypeError(f"{owner}: {name} must be an int, got {value!r}")
     if value < least:
@@ -67,16 +89,16 @@ class EMAOptions(TypedDict, total=False):
 
     Attributes:
         schedule: Decay that changes, in place of ``decay``, or a list of them: a schedule of
-            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average was
-            a copy of the model. Default: None, the constant ``decay``.
+            :mod:`modkit.schedules`, or a function of ``n``, the number of steps since the average
+            was a copy of the model. Default: None, the constant ``decay``.
         update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
-        update_every: Average once every ``update_every`` updates, with the decays of that many steps
-            multiplied. Default: 1.
+        update_every: Average once every ``update_every`` updates, with the decays of that many
+            steps multiplied. Default: 1.
         precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
             ``"compensated"``. Default: ``"fp32"``.
         device: Device of the averages. Default: None, that of each parameter.
-        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict from
-            globs of names to one of the three. Default: ``"copy"``.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict
+            from globs of names to one of the three. Default: ``"copy"``.
         include: Globs of names, or a predicate: parameters to average. Default: None, all.
         exclude: Globs of names, or a predicate: parameters not to average. Default: None.
         trainable_only: Average only parameters that require gradients at the first update. Default:
@@ -109,10 +131,21 @@ class EMAOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an average, validated. See ``EMA``.
+    """Options of an average, validated. The first eight are those of ``EMA``.
 
-    ``dtype`` is that of ``EMA.to``. ``copy_rest`` copies parameters that are not averaged, ``integers`` averages integer parameters
-    too, which truncates, and ``owner`` is the class that error messages name.
+    Args:
+        include, exclude, buffers, trainable_only, precision, device, on_nonfinite, seed: See
+            ``EMA``.
+        dtype: Dtype of ``EMA.to``, which takes precedence over ``precision``.
+        copy_rest: Whether parameters that are not averaged are copied, as ``AveragedModel`` does.
+        integers: Whether integer parameters are averaged too, which truncates, as torch does.
+        owner: The class that errors name.
+
+    Raises:
+        TypeError: If names are neither globs nor a predicate, or ``buffers`` is neither a policy
+            nor a dict.
+        ValueError: If an option is not one of its values, or ``seed`` is not an int of at most 64
+            bits.
     """
 
     include: Names = None
@@ -129,31 +162,41 @@ class Options:
     owner: str = "EMA"
 
     def __post_init__(self) -> None:
+        """Validate the options, and read globs that come from an iterator."""
         if not isinstance(cast("object", self.buffers), (str, Mapping)):
             raise TypeError(
-                f"{self.owner}: buffers must be a policy, or a dict from globs of names to policies, got "
-                f"{self.buffers!r}"
+                f"{self.owner}: buffers must be a policy, or a dict from globs of names to "
+                f"policies, got {self.buffers!r}"
             )
         policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
         for policy in policies:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+
+        # Torch says what a seed is; the generators are made later, one for each device.
         try:
             torch.Generator().manual_seed(self.seed)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            text = f"{self.owner}: seed must be an int of at most 64 bits, got {self.seed!r}"
-            raise ValueError(text) from error
-        for field in ("include", "exclude"):
-            names = getattr(self, field)
-            if names is not None and not isinstance(names, str) and not callable(names):
-                # Globs may come from an iterator.
-                globs = tuple(names) if isinstance(cast("object", names), Iterable) else (names,)
-                if not all(isinstance(glob, str) for glob in globs):
-                    raise TypeError(
-                        f"{self.owner}: {field} must be globs of names or a predicate, got {names!r}"
-                    )
-                object.__setattr__(self, field, globs)
+            raise ValueError(
+                f"{self.owner}: seed must be an int of at most 64 bits, got {self.seed!r}"
+            ) from error
+
+        object.__setattr__(self, "include", self._names_in("include", self.include))
+        object.__setattr__(self, "exclude", self._names_in("exclude", self.exclude))
+
+    def _names_in(self, option: str, names: Names) -> Names:
+        """Return the names of an option: a predicate, one glob, or a tuple of globs."""
+        if names is None or isinstance(names, str) or callable(names):
+            return names
+        # They may come from an iterator, which can be read once.
+        is_iterable = isinstance(cast("object", names), Iterable)
+        globs: tuple[object, ...] = tuple(names) if is_iterable else (names,)
+        if not all(isinstance(glob, str) for glob in globs):
+            raise TypeError(
+                f"{self.owner}: {option} must be globs of names or a predicate, got {names!r}"
+            )
+        return cast("tuple[str, ...]", globs)
 
     def check_selection(self, model: torch.nn.Module, named: NamedTensors) -> None:
         """Raise ValueError if no parameter of a model is selected, or a glob matches no name.
@@ -161,11 +204,14 @@ class Options:
         Args:
             model: The model.
             named: Its tensors.
+
+        Raises:
+            ValueError: If no parameter is selected, or a glob matches no name.
         """
         if not named.parameters:
             raise ValueError(
-                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when the "
-                "model has its parameters; a quantized model keeps its weights elsewhere."
+                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when "
+                "the model has its parameters; a quantized model keeps its weights elsewhere."
             )
         if not any(map(self.chooses, named.parameters.values())):
             raise ValueError(
@@ -180,61 +226,80 @@ class Options:
 
         ``"*"`` is not one, and a lazy model does not have all of its tensors yet.
         """
-        parameters = [("include", self.include), ("exclude", self.exclude)]
-        globs = [(option, glob) for option, names in parameters for glob in _globs_of(names)]
+        globs = [("include", glob) for glob in _globs_of(self.include)]
+        globs += [("exclude", glob) for glob in _globs_of(self.exclude)]
         if isinstance(self.buffers, Mapping):
             globs += [("buffers", glob) for glob in self.buffers]
+        # Without globs, the model need not be walked.
         named = NamedTensors(model) if globs else None
         if named is None or named.has_lazy():
             return
 
-        def matched(option: str, glob: str) -> bool:
-            buffers = (*named.buffers, *named.empty)
-            known = buffers if option == "buffers" else named.parameters
-            return glob == "*" or any(fnmatch.fnmatchcase(name, glob) for name in known)
+        names = [*named.parameters, *named.buffers]
+        buffers = [*named.buffers, *named.empty]
+        unused: list[str] = []
+        for option, glob in globs:
+            candidates = buffers if option == "buffers" else named.parameters
+            if glob != "*" and not any(fnmatch.fnmatchcase(name, glob) for name in candidates):
+                unused.append(f"{option}={glob!r}")
 
-        unused = [f"{option}={glob!r}" for option, glob in globs if not matched(option, glob)]
         if unused:
-            names = [*named.parameters, *named.buffers]
-            some = ", ".join(names[:8])
+            first_names = ", ".join(names[:8])
             tied = [f"; {alias} is tied to {name}" for alias, name in named.aliases.items()]
             raise ValueError(
-                f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The names "
-                f"of its {len(names)} tensors begin with {some}{''.join(tied[:4])}. Correct the globs, "
-                "or leave them out."
+                f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The "
+                f"names of its {len(names)} tensors begin with {first_names}{''.join(tied[:4])}. "
+                "Correct the globs, or leave them out."
             )
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
-        own = self.dtype if dtype.is_floating_point else None
-        return own or kept_dtype(dtype, self.precision)
+        # ``EMA.to`` casts to a floating-point dtype, which complex numbers do not fit.
+        cast_to = self.dtype if dtype.is_floating_point else None
+        return cast_to or kept_dtype(dtype, self.precision)
 
-    def check_width(self, what: str, dtype: torch.dtype, remedy: str) -> None:
-        """Raise ValueError if averages cast to ``dtype`` have fewer bits than ``precision`` promises."""
+    def check_width(self, problem: str, dtype: torch.dtype, remedy: str) -> None:
+        """Check that a dtype has as many bits as ``precision`` promises.
+
+        Args:
+            problem: What has the dtype, with which the error begins.
+            dtype: Dtype that averages are cast to.
+            remedy: What to do instead, with which the error ends.
+
+        Raises:
+            ValueError: If it has fewer bits.
+        """
         if self.precision not in ("fp32", "fp64"):
             return
         least = kept_dtype(dtype, self.precision)
         if least != dtype:
             raise ValueError(
-                f"{what} {dtype}, but precision={self.precision!r} keeps averages in {least} or wider: in "
-                "fewer bits updates are rounded away. For averages in bf16 or fp16 use precision='stochastic' "
-                f"or 'compensated'. {remedy}"
+                f"{problem} {dtype}, but precision={self.precision!r} keeps averages in {least} or "
+                "wider: in fewer bits updates are rounded away. For averages in bf16 or fp16 use "
+                f"precision='stochastic' or 'compensated'. {remedy}"
             )
 
-    def chooses(self, member: Member, known: Iterable[str] = ()) -> bool:
-        """Return True if a parameter is averaged; one that is averaged already stays so."""
+    def chooses(self, member: Member, averaged: Iterable[str] = ()) -> bool:
+        """Return True if a parameter is averaged.
+
+        Args:
+            member: The parameter.
+            averaged: Names that have averages already, which stay so when they are frozen.
+        """
         name = member.name
         if self.include is not None and not _matches(self.include, name):
             return False
-        trains = not self.trainable_only or member.tensor.requires_grad or name in known
+        trains = not self.trainable_only or member.tensor.requires_grad or name in averaged
         return trains and not _matches(self.exclude, name)
 
-    def _policy(self, member: Member, known: Iterable[str]) -> BufferPolicy:
+    def _policy(self, member: Member, averaged: Iterable[str]) -> BufferPolicy:
+        """Return what is done with a tensor; integers have no average and are copied."""
         has_average = is_averaged(member.tensor)
         if member.is_parameter:
-            if not self.chooses(member, known):
+            if not self.chooses(member, averaged):
                 return "copy" if self.copy_rest else "ignore"
             return "average" if has_average or self.integers else "copy"
+
         if isinstance(self.buffers, str):
             return self.buffers if has_average else "copy"
         for glob, policy in self.buffers.items():
@@ -243,21 +308,30 @@ class Options:
         return "copy"
 
     def split(
-        self, model: NamedTensors, known: Iterable[str] = ()
+        self, model: NamedTensors, averaged: Iterable[str] = ()
     ) -> tuple[dict[str, Tensor], list[Member]]:
-        """Return the tensors to average by name, and those to copy; ``known`` are averaged already."""
-        averaged: dict[str, Tensor] = {}
-        copied: list[Member] = []
+        """Divide the tensors of a model into those to average, to copy, and to ignore.
+
+        Args:
+            model: The tensors of the model.
+            averaged: Names that have averages already, which stay so when they are frozen.
+
+        Returns:
+            The tensors to average by name, and the members to copy.
+        """
+        to_average: dict[str, Tensor] = {}
+        to_copy: list[Member] = []
         for name, member in model.all().items():
-            policy = self._policy(member, known)
+            policy = self._policy(member, averaged)
             if policy == "average":
-                averaged[name] = member.tensor
+                to_average[name] = member.tensor
             elif policy == "copy":
-                copied.append(member)
-        return averaged, copied
+                to_copy.append(member)
+        return to_average, to_copy
 
 
 def _matches(names: Names, name: str) -> bool:
+    """Return True if the predicate holds for a name, or a glob matches it."""
     if callable(names):
         return bool(names(name))
     return any(fnmatch.fnmatchcase(name, glob) for glob in _globs_of(names))

@@ -1,7 +1,7 @@
 """How averages follow a model: its tensors and theirs, grouped for the kernels, and their steps.
 
-A plan is made once and reused until something changes. ``EMA`` and ``AveragedModel`` differ in where the
-averages live: in tensors of their own, or in the parameters of a copy of the model.
+A plan is made once and reused until something changes. ``EMA`` and ``AveragedModel`` differ in
+where the averages live: in tensors of their own, or in the parameters of a copy of the model.
 """
 
 import weakref
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from typing_extensions import Self, TypeVar, override
 
 from modkit.averaging import precision
-from modkit.averaging.averages import Average, Tensors
+from modkit.averaging.averages import Average, FlatBuffer, Tensors
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group, grouped
 from modkit.averaging.named_tensors import NamedTensors
@@ -38,7 +38,8 @@ class Plan:
         models: The models whose tensors end the plan if they are replaced.
         more: Further tensors that end the plan if their metadata change.
         flat: Whether small tensors are gathered into flat buffers.
-        buffers: Whether all buffers end the plan if they are replaced; else those that are averaged.
+        buffers: Whether all buffers end the plan if they are replaced; else those that are
+            averaged.
         frozen: Parameters that end the plan if they begin to require gradients.
     """
 
@@ -60,16 +61,19 @@ class Plan:
         self._copies = copies
         self._groups: list[Group] = grouped(averages, currents, flat=flat)
         self._meshes = meshes_of(currents.values())
-        self._flats = [flat for one in averages for flat in one.flats if flat.holds(one.tensors)]
+        self._flats: list[FlatBuffer] = []
+        for average in averages:
+            self._flats += [flat for flat in average.flats if flat.holds(average.tensors)]
 
+        # Tensors in a flat buffer are watched by their addresses, which is faster.
         in_flats = {id(tensor) for flat in self._flats for tensor in flat.tensors}
+        others = [tensor for tensor in more if id(tensor) not in in_flats]
+        members = [member for model in models for member in model.buffers.values()]
         self.watch: Watch = Watch(
             models,
-            [*currents.values(), *(tensor for tensor in more if id(tensor) not in in_flats)],
+            [*currents.values(), *others],
             buffers=buffers,
-            members=[
-                one for model in models for one in model.buffers.values() if one.name in currents
-            ],
+            members=[member for member in members if member.name in currents],
             frozen=frozen,
             shared=self._flats,
         )
@@ -82,7 +86,8 @@ class Plan:
             count: Number of models averaged so far. Below 0 nothing moves, as in torch.
 
         Returns:
-            Whether the values were averaged: a flag in device memory where reading it is a host sync.
+            Whether the values were averaged: a flag in device memory where reading it is a host
+            sync.
 
         Raises:
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
@@ -94,6 +99,7 @@ class Plan:
         elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
             return False
 
+        # In this order: values must be gathered before it is tested whether they are finite.
         if self._copies.watch.changed():
             self._copies.plan()
         for group in self._groups:
@@ -114,7 +120,8 @@ class Plan:
                     else:
                         rule.step(group, count)
                 for flat in self._flats:
-                    # Autograd and guards compare versions, and the step wrote to the flat buffer alone.
+                    # Autograd and guards compare versions, and the step wrote to the flat buffer
+                    # alone.
                     if flat.exposed:
                         increment_version(flat.tensors)
             for copy_list, targets, sources in self._copies.lists:
@@ -122,11 +129,19 @@ class Plan:
         return finite
 
     def _starts_finite(self) -> bool:
-        """Return True if all values are finite: the only flag of a device that is read on the host."""
+        """Return True if all values are finite, for the first step.
+
+        It is the only flag of a device that is read on the host: whether there is an average
+        decides what reading, saving and swapping do.
+        """
         return precision.first_nonfinite(self._currents) is None
 
     def _all_finite(self) -> bool | Tensor:
-        """Return whether all values are finite on all ranks; a tensor where reading it is a host sync."""
+        """Return whether all values are finite on all ranks, without a host sync.
+
+        Returns:
+            A bool if the values are in host memory, a tensor of one bool if they are on a device.
+        """
         tensors = [tensor for group in self._groups for tensor in group.currents]
         flag = true_everywhere(precision.all_finite(tensors), self._meshes)
         return bool(flag) if flag.device.type in precision.HOST_DEVICES else flag
@@ -150,7 +165,16 @@ class Cache(Generic[ValueT]):
         self._model: Callable[[], object] | None = None
 
     def get(self, model: torch.nn.Module, key: object, make: Callable[[], ValueT]) -> ValueT:
-        """Return the cached value, made anew if the model, or the key, has changed."""
+        """Return the cached value, made anew if the model, the key, or what it watches has changed.
+
+        Args:
+            model: The model that the value belongs to.
+            key: What else it depends on, compared by ``==``.
+            make: Makes the value.
+
+        Returns:
+            The value.
+        """
         value = self._value
         if (
             value is None
@@ -158,6 +182,8 @@ class Cache(Generic[ValueT]):
             or cast("Any", self._model)() is not model
             or value.watch.changed()
         ):
+            # Dropped first: two plans of a large model need not be in memory at once, and after an
+            # error in ``make`` there is none.
             self._value = None
             self._value = value = make()
             self._key = key
@@ -171,7 +197,8 @@ class Cache(Generic[ValueT]):
 
 
 def _clear(cache: weakref.ref[Cache[Any]], _: object) -> None:
-    # No global name: as the interpreter exits, those of this module may be None before the model dies.
+    # No global name: as the interpreter exits, those of this module may be None before the model
+    # dies.
     owner = cache()
     if owner is not None:
         owner._value = owner._key = owner._model = None

@@ -1,6 +1,7 @@
-"""Post-hoc EMA: choose the width after training (Karras et al. 2024, https://arxiv.org/abs/2312.02696).
+"""Post-hoc EMA: choose the width after training.
 
-Everything in ``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as ``modkit.PostHocEMA``.
+The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Everything in
+``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as ``modkit.PostHocEMA``.
 """
 
 import math
@@ -71,8 +72,8 @@ def save_snapshot(
 ) -> Snapshot:
     """Write a power average to a file in a directory, atomically.
 
-    ``PostHocEMA`` calls it. Use it for averages that something else has computed. A file of the same
-    step and width is replaced.
+    ``PostHocEMA`` calls it. Use it for averages that something else has computed. A file of the
+    same step and width is replaced.
 
     Args:
         directory: Folder of the snapshots, created if missing.
@@ -94,7 +95,9 @@ def save_snapshot(
         >>> save_snapshot(tmp_path, weights, step=100, sigma_rel=0.05).path.name
         'ema-0000000100-0.05.pt'
     """
-    step, sigma_rel = int(step), float(sigma_rel)
+    # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
+    step = int(step)
+    sigma_rel = float(sigma_rel)
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
 
@@ -137,7 +140,8 @@ def _read_header(path: Path) -> Snapshot:
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
 
-    step, sigma_rel = header["step"], header["sigma_rel"]
+    step = header["step"]
+    sigma_rel = header["sigma_rel"]
     if type(step) is not int or not 0 < step <= _LAST_STEP:
         raise FileError(f"{path} is corrupt: its step is not a number from 1 to {_LAST_STEP}")
     if type(sigma_rel) is not float:
@@ -157,8 +161,8 @@ class Fit:
         coefficients: The factor of each average. Their sum is 1; some may be negative.
         error: Root mean square over time of the difference of the two profiles, relative to that of
             the requested profile. 0 is exact, 0.01 is very good.
-        bound: Largest error of a parameter, in units of the root mean square, over all steps, of its
-            distance to its requested average.
+        bound: Largest error of a parameter, in units of the root mean square, over all steps, of
+            its distance to its requested average.
     """
 
     coefficients: tuple[float, ...]
@@ -169,10 +173,10 @@ class Fit:
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
     """Find the combination of power averages that is nearest to another power average.
 
-    The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by
-    ``(g + 1) / T * (t / T) ** g``. The combination has the least squared distance to that profile,
-    as in section 3.2 and Algorithm 3 of https://arxiv.org/abs/2312.02696. Use it before training, to
-    see which snapshots a width needs. It is exact for averages that are updated in every step.
+    The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by ``(g + 1)
+    / T * (t / T) ** g``. The combination has the least squared distance to that profile, as in
+    section 3.2 and Algorithm 3 of https://arxiv.org/abs/2312.02696. Use it before training, to see
+    which snapshots a width needs. It is exact for averages that are updated in every step.
 
     Args:
         averages: ``sigma_rel`` and step of each average that is there. Those of later steps than
@@ -301,7 +305,8 @@ def reconstruct(
     Raises:
         FileNotFoundError: If there are no snapshots.
         FileError: If a file is not a snapshot, or is corrupt.
-        NameMismatchError: If a file has other tensors than the one before it. It is a ``ValueError``.
+        NameMismatchError: If a file has other tensors than the one before it. It is a
+            ``ValueError``.
         ValueError: If the width is narrower than all snapshots or too wide, the step is outside of
             theirs, or the error is above ``max_error``.
 
@@ -327,7 +332,8 @@ def reconstruct(
         place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
         raise FileNotFoundError(f"no snapshots of averages in {place}")
 
-    first, last = available[0].step, available[-1].step
+    first = available[0].step
+    last = available[-1].step
     step = last if step is None else step
     narrowest = min(snapshot.sigma_rel for snapshot in available)
     if sigma_rel < narrowest and not math.isclose(sigma_rel, narrowest):
@@ -393,16 +399,17 @@ def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:
 class PostHocEMA:
     """Power averages of a model in training, with snapshots from which other widths are made later.
 
-    Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals. Then
-    the average of nearly any width, at nearly any step, is a linear combination of snapshots (Karras
-    et al. 2024, section 3, https://arxiv.org/abs/2312.02696). Call :meth:`update` after each step of
-    the optimizer. Averages are in float32 or wider. To combine snapshots without a model in training,
-    use :func:`modkit.posthoc.reconstruct`.
+    Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals.
+    Then the average of nearly any width, at nearly any step, is a linear combination of snapshots
+    (Karras et al. 2024, section 3, https://arxiv.org/abs/2312.02696). Call :meth:`update` after
+    each step of the optimizer. Averages are in float32 or wider. To combine snapshots without a
+    model in training, use :func:`modkit.posthoc.reconstruct`.
 
     Args:
         model: Model in training. It is neither copied nor modified.
         directory: Folder of the snapshots, created if missing.
-        sigma_rels: Relative widths, above 0 and below 0.2886; no narrower average can be reconstructed.
+        sigma_rels: Relative widths, above 0 and below 0.2886; no narrower average can be
+            reconstructed.
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
@@ -445,6 +452,7 @@ class PostHocEMA:
         self.directory = Path(directory)
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
         self.snapshot_every = snapshot_every
+
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.
         self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
@@ -482,7 +490,8 @@ class PostHocEMA:
         Call it after each step of the optimizer.
 
         Raises:
-            NameMismatchError: If names or shapes of the model have changed. The step is not counted.
+            NameMismatchError: If names or shapes of the model have changed. The step is not
+                counted.
             RuntimeError: If an average is swapped into the model, or a parameter has no values yet.
             OSError: If a snapshot cannot be written. The step is counted.
         """
@@ -519,13 +528,14 @@ class PostHocEMA:
     ) -> Reconstruction:
         """Combine the snapshots in :attr:`directory` into the average of another width.
 
-        Snapshots of later steps than the present one are ignored: they are of a run that was resumed
-        from an earlier checkpoint.
+        Snapshots of later steps than the present one are ignored: they are of a run that was
+        resumed from an earlier checkpoint.
 
         Args:
             sigma_rel: Requested width, below 0.2886, and not below the narrowest of ``sigma_rels``.
             step: Step of the requested average, within those of the snapshots. Default: the last.
-            max_error: Largest accepted ``Fit.error``. The error is large between the snapshots' steps.
+            max_error: Largest accepted ``Fit.error``. The error is large between the snapshots'
+                steps.
 
         Returns:
             The average, a :class:`modkit.posthoc.Reconstruction`: ``averages`` and ``buffers`` by
@@ -573,7 +583,8 @@ class PostHocEMA:
         step = checked.integer("step", 0, _LAST_STEP)
         options = {"update_every": self._update_every, "sigma_rels": self._sigma_rels}
         for name, option in options.items():
-            # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth value.
+            # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth
+            # value.
             if repr(checked.get(name)) != repr(option):
                 checked.refuse(name, f"{option!r}, as in this object")
 

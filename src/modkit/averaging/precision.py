@@ -15,8 +15,9 @@ compensated     in the dtype of the parameter, with a low-order error term (Kaha
 
 8-bit floating-point dtypes have no arithmetic, so their averages are in float32 or float64.
 
-Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each function
-computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round differently.
+Steps of :class:`~modkit.optim.swa_utils.AveragedModel` are bitwise identical to torch's, so each
+function computes in torch's form: ``a + (b - a) / n``, ``lerp`` and ``w * a + (1 - w) * b`` round
+differently.
 """
 
 import math
@@ -40,8 +41,9 @@ PRECISIONS: Final = get_args(Precision)
 # Types of devices whose elements can be read without synchronization.
 HOST_DEVICES: Final = frozenset({"cpu"})
 
-# Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16 averaged
-# in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at 4M.
+# Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16
+# averaged in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at
+# 4M.
 CHUNK: Final = 1 << 20
 
 # Low-order bits of a float32 that each 16-bit dtype lacks.
@@ -79,11 +81,13 @@ def lerp_(
 
     Args:
         averages: Averages, each a list of tensors; all of one device and dtype.
-        currents: Current values of one device and dtype, which may differ from those of the averages.
-        weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element in
-            the memory of the device.
+        currents: Current values of one device and dtype, which may differ from those of the
+            averages.
+        weights: How far each average moves: 0 stays, 1 copies. A number, or a tensor of one element
+            in the memory of the device.
     """
-    like, current = averages[0][0], currents[0]
+    like = averages[0][0]
+    current = currents[0]
     if like.dtype == current.dtype and like.device == current.device:
         # Nothing is created here, and autograd takes a tenth of the time of small tensors.
         with torch.inference_mode():
@@ -118,7 +122,15 @@ def lerp_one_(average: Tensor, current: Tensor, weight: Weight) -> None:
 
 
 def where_(flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Give tensors other values if a flag in device memory, which is not read on the host, is True."""
+    """Give tensors other values, in place, where a flag is True.
+
+    The flag is in device memory and is not read on the host.
+
+    Args:
+        flag: A tensor of one bool.
+        tensors: The tensors.
+        values: Their other values, of any dtype and device.
+    """
     for tensor, value in zip(tensors, values, strict=True):
         torch.where(flag, value.to(tensor.device, tensor.dtype), tensor, out=tensor)
 
@@ -135,12 +147,16 @@ def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
 
 
 def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Cut parallel lists of tensors into parts of at most ``CHUNK`` elements, which bounds temporaries.
+    """Cut parallel lists of tensors into parts, which bounds the memory of temporaries.
 
     Small tensors are batched, and large ones are cut into flat views if they are contiguous.
 
     Args:
         lists: Lists of equal length. Tensors at the same place have the same shape.
+
+    Yields:
+        For each part, a list of tensors for each of ``lists``, of at most ``CHUNK`` elements; a
+        large tensor that is not contiguous is a part of its own.
     """
     batch: list[tuple[Tensor, ...]] = []
     size = 0
@@ -154,7 +170,8 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
 
         if batch and size + elements > CHUNK:
             yield tuple(map(list, zip(*batch, strict=True)))
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(row)
         size += elements
     if batch:
@@ -164,21 +181,33 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
 def stochastic_(
     averages: list[Tensor], currents: list[Tensor], weight: Weight, generator: torch.Generator
 ) -> None:
-    """Move a 16-bit average, computed in float32 and rounded stochastically.
+    """Move 16-bit averages in place, computed in float32 and rounded stochastically.
 
-    A value is rounded away from zero with the probability of the part that rounding towards zero would
-    cut off, so the rounding errors of many steps cancel. See https://arxiv.org/abs/1502.02551.
+    A value is rounded away from zero with the probability of the part that rounding towards zero
+    would cut off, so the rounding errors of many steps cancel. See
+    https://arxiv.org/abs/1502.02551, section 3.1.
+
+    Args:
+        averages: Averages in bfloat16 or float16.
+        currents: Current values, of any dtype and device.
+        weight: How far each average moves.
+        generator: Source of the random bits, which may be on another device.
     """
     for targets, sources in parts(averages, currents):
         for average, current in zip(targets, sources, strict=True):
             wide = average.float()
             lerp_one_(wide, current, weight)
-            # Random low-order bits are added, and carry into the others with that probability. Then the
-            # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
+
+            # Random low-order bits are added, and carry into the others with that probability. Then
+            # the low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but
+            # those.
             cut = _ROUNDED[average.dtype]
-            place = generator.device
             noise = torch.randint(
-                1 << cut, wide.shape, dtype=torch.int32, device=place, generator=generator
+                1 << cut,
+                wide.shape,
+                dtype=torch.int32,
+                device=generator.device,
+                generator=generator,
             )
             bits = wide.view(torch.int32).add_(noise.to(wide.device)).bitwise_and_(-(1 << cut))
             average.copy_(bits.view(torch.float32))
@@ -192,7 +221,17 @@ def is_rounded(dtype: torch.dtype) -> bool:
 def compensated_(
     averages: list[Tensor], errors: list[Tensor], currents: list[Tensor], weight: Weight
 ) -> None:
-    """Move an average with error terms by Kahan's summation, https://doi.org/10.1145/363707.363723."""
+    """Move averages with error terms, in place, by Kahan's compensated summation.
+
+    The error term holds what rounding has lost so far, and is added to the next step before that is
+    rounded. See https://doi.org/10.1145/363707.363723.
+
+    Args:
+        averages: Averages of any floating-point dtype.
+        errors: Their error terms, of the same dtypes.
+        currents: Current values, of any dtype and device.
+        weight: How far each average moves.
+    """
     for rows in parts(averages, errors, currents):
         for average, error, source in zip(*rows, strict=True):
             current = source.to(average.device)
@@ -204,6 +243,8 @@ def compensated_(
                 error.copy_(wide.sub_(average))
                 continue
 
+            # The step from ``average + error`` and the error term are one small number, whose
+            # rounding matters least; what the sum then loses of it is the next error term.
             step = (current.to(average.dtype) - average).sub_(error).mul_(weight).add_(error)
             total = average + step
             error.copy_(step.sub_(total - average))
@@ -220,8 +261,14 @@ def full_value(average: Tensor, error: Tensor | None) -> Tensor:
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements are finite, as a tensor on the device: no host sync.
 
-    On CPU, where reading is free, a finite sum proves it, at a third of the time of a ``lerp_``. A sum
-    may also overflow, and only then are the elements of that tensor tested.
+    On CPU, where reading is free, a finite sum proves it, at a third of the time of a ``lerp_``. A
+    sum may also overflow, and only then are the elements of that tensor tested.
+
+    Args:
+        tensors: Tensors of any dtypes and devices.
+
+    Returns:
+        A tensor of one bool, on the device of the first tensor.
     """
     real = [_as_real(tensor) for tensor in tensors if tensor.numel()]
     if all(tensor.device.type in HOST_DEVICES for tensor in real):
@@ -255,19 +302,22 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
     Of sharded tensors it tests the local shards; ranks that share tensors agree on the result.
     """
     local = {name: local_shard(tensor) for name, tensor in tensors.items()}
-    bad = None
+    name_here = None
     if not bool(all_finite([*local.values()])):
-        bad = next((name for name in local if not bool(all_finite([local[name]]))), None)
-    flag = torch.tensor(bad is None, device="cpu")
-    fine = true_everywhere(flag, meshes_of(tensors.values()))
-    return None if fine else bad or "a parameter on another rank"
+        name_here = next((name for name in local if not bool(all_finite([local[name]]))), None)
+
+    # All ranks must take the same way: one that raised alone would leave the others waiting.
+    flag = torch.tensor(name_here is None, device="cpu")
+    if true_everywhere(flag, meshes_of(tensors.values())):
+        return None
+    return name_here or "a parameter on another rank"
 
 
 def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError if a value is not finite. This is a host sync."""
-    bad = first_nonfinite(tensors)
-    if bad is not None:
-        raise RuntimeError(f"{owner}: {bad} is not finite. Nothing has been changed.")
+    name = first_nonfinite(tensors)
+    if name is not None:
+        raise RuntimeError(f"{owner}: {name} is not finite. Nothing has been changed.")
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
 The first update of an average copies, whatever its rule. Later ones are steps of its rule, which
 computes the weight of the step, or calls a function.
 
-Steps of ``AveragedModel`` are bitwise identical to torch's, which computes the equal average in two forms:
-``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight ``1 / (n + 1)`` where lists of
-tensors have fused kernels.
+Steps of ``AveragedModel`` are bitwise identical to torch's, which computes the equal average in two
+forms: ``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight ``1 / (n + 1)``
+where lists of tensors have fused kernels.
 """
 
 import struct
@@ -25,8 +25,8 @@ from modkit.averaging.groups import Group
 from modkit.averaging.precision import Weight, where_
 
 
-# The number of models averaged so far: a tensor where it is in the memory of an accelerator, and reading it
-# on the host would be a host sync.
+# The number of models averaged so far: a tensor where it is in the memory of an accelerator, and
+# reading it on the host would be a host sync.
 Count: TypeAlias = int | Tensor
 
 _swa_: Final = get_swa_multi_avg_fn()
@@ -45,14 +45,15 @@ class Rule(ABC):
 
         Args:
             group: Tensors of one device and dtype.
-            count: Number of models averaged so far, 1 or more; a tensor is on the device of the averages.
+            count: Number of models averaged so far, 1 or more; a tensor is on the device of the
+                averages.
         """
 
     def step_on_device(self, group: Group, count: Count, finite: bool | Tensor = True) -> None:
         """Take the step of a group as flags decide that are not read on the host.
 
-        Where ``count`` is 0 the values are copied. Where it is negative, or ``finite`` is False, nothing
-        changes: the step is taken and undone, because not taking it would need a host sync.
+        Where ``count`` is 0 the values are copied. Where it is negative, or ``finite`` is False,
+        nothing changes: the step is taken and undone, because not taking it would need a host sync.
 
         Args:
             group: The group.
@@ -60,18 +61,21 @@ class Rule(ABC):
             finite: Whether the values may be averaged.
         """
         device = group.averages[0][0].device
+        first: Tensor | None = None
         if isinstance(count, Tensor):
             first, later = _flags(count, finite, device)
             # Results for other counts are not used.
             count = count.clamp(min=1).to(device)
         else:
-            first, later = None, torch.as_tensor(finite, device=device)
+            # The first step is not masked: whether there is an average is known on the host.
+            later = torch.as_tensor(finite, device=device)
 
         for part in group.parts() if self.can_be_cut else [group]:
             tensors = [*chain.from_iterable(part.averages), *chain.from_iterable(part.errors)]
             before = [tensor.detach().clone() for tensor in tensors]
             self.step(part, count)
             where_(~later, tensors, before)
+
             if first is not None:
                 for averages in part.averages:
                     where_(first, averages, part.currents)
@@ -81,10 +85,12 @@ class Rule(ABC):
 
 def _flags(count: Tensor, finite: bool | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return whether a step is the first one, and whether it is a later one, on a device."""
-    first, later = count == 0, count > 0
+    first = count == 0
+    later = count > 0
     if isinstance(finite, Tensor):
         finite = finite.to(count.device)
-        first, later = first & finite, later & finite
+        first = first & finite
+        later = later & finite
     return first.to(device), later.to(device)
 
 
@@ -127,6 +133,7 @@ class Swa(Rule):
 
     @override
     def step(self, group: Group, count: Count) -> None:
+        # Torch's default chooses the form by the device, and each form rounds in another way.
         has_kernels = has_foreach_kernels(group.averages[0][0].device)
         if group.has_average and (self._by_weight or has_kernels):
             _move(group, (_equal_weight(count),))
@@ -138,11 +145,13 @@ class Swa(Rule):
 
 def _swa_one_by_one(group: Group, count: Count) -> None:
     """Take a step of the equal average in the form that torch uses on CPU."""
-    averages, currents = group.averages[0], group.currents
-    device, dtype = averages[0].device, averages[0].dtype
-    is_plain = group.has_average and (device, dtype) == (currents[0].device, currents[0].dtype)
+    averages = group.averages[0]
+    currents = group.currents
+    device = averages[0].device
+    is_alike = (device, averages[0].dtype) == (currents[0].device, currents[0].dtype)
     for average, current in zip(averages, currents, strict=True):
-        if is_plain:
+        if group.has_average and is_alike:
+            # ``average + (current - average) / (n + 1)`` without copies of the average.
             average.add_(current.sub(average).div_(count + 1))
         else:
             average.copy_(_swa_of(average, current.to(device), count))
@@ -154,7 +163,8 @@ class UserFunction(Rule):
     Args:
         avg_fn: Returns the average of one tensor.
         multi_avg_fn: Averages lists of tensors in place, and is used instead of ``avg_fn``.
-        with_grad: Whether gradients are recorded where the update is called: functions may depend on it.
+        with_grad: Whether gradients are recorded where the update is called: functions may depend
+            on it.
     """
 
     # It gets all tensors of a group at once.
@@ -185,7 +195,10 @@ class UserFunction(Rule):
 
 
 def _call(function: Callable[..., None], group: Group, count: Count) -> None:
-    """Call a function of torch's kind: detached tensors of one device, and a count of its own to keep."""
+    """Call an averaging function as torch does.
+
+    It gets detached tensors of one device, and a count of its own, which it may keep or change.
+    """
     device = group.averages[0][0].device
     averages = [average.detach() for average in group.averages[0]]
     currents = [current.detach().to(device) for current in group.currents]
@@ -204,8 +217,9 @@ def _move(group: Group, weights: Sequence[Weight]) -> None:
     """Move each average by its weight towards the current values, in its precision."""
     lerped: list[list[Tensor]] = []
     lerp_weights: list[Weight] = []
-    for index, weight in enumerate(weights):
-        owner, averages, errors = group.owners[index], group.averages[index], group.errors[index]
+    for owner, averages, errors, weight in zip(
+        group.owners, group.averages, group.errors, weights, strict=True
+    ):
         if isinstance(weight, float) and weight == 1.0:
             # A lerp from an infinite average would be NaN.
             precision.copy_(averages, errors, group.currents)
@@ -218,6 +232,7 @@ def _move(group: Group, weights: Sequence[Weight]) -> None:
             lerped.append(averages)
             lerp_weights.append(weight)
 
+    # Together, so that values of another dtype or device are cast once for all averages.
     if lerped:
         precision.lerp_(lerped, group.currents, lerp_weights)
 
@@ -233,5 +248,8 @@ def _equal_weight(count: Count) -> Weight:
 
 
 def has_foreach_kernels(device: torch.device) -> bool:
-    """Return True if lists of tensors have fused kernels on a device; torch's default depends on it."""
+    """Return True if lists of tensors have fused kernels on a device.
+
+    Torch's default rule is another form, with other bits, where there are none.
+    """
     return device.type in foreach_devices()

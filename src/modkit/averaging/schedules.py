@@ -52,8 +52,8 @@ _NOT_SAVED: Final = ("Schedule", "Custom")
 # Below it a decay is more likely a momentum, which is one minus the decay.
 _LEAST_PLAUSIBLE: Final = 0.1
 
-# The relative width of the equal average, the limit for power functions: the standard deviation of the
-# uniform distribution on [0, 1].
+# The relative width of the equal average, the limit for power functions: the standard deviation of
+# the uniform distribution on [0, 1].
 _WIDEST: Final = 1 / math.sqrt(12)
 
 _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
@@ -67,8 +67,8 @@ _LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
 def bounds(**limits: float) -> dict[str, Any]:
     """Return metadata that limits a field of a schedule.
 
-    A field with limits must be a number. Without this metadata, a field may be anything, and a number
-    must be finite.
+    A field with limits must be a number. Without this metadata, a field may be anything, and a
+    number must be finite.
 
     Args:
         **limits: Any of ``at_least``, ``above``, ``at_most`` and ``below``, each a number.
@@ -209,8 +209,8 @@ class Schedule(ABC):
             The decay, from 0 to 1; 0 if the copy (step 0) is among the ``k`` steps.
 
         Raises:
-            ValueError: If ``k`` is below 1, or :meth:`decay_over` returns a number that is not from 0
-                to 1.
+            ValueError: If ``k`` is below 1, or :meth:`decay_over` returns a number that is not from
+                0 to 1.
 
         Example:
             >>> from modkit import schedules
@@ -327,8 +327,8 @@ class InverseGamma(_Clamped):
     31,600 steps), 3/4 for shorter ones (0.999 after 10,000 steps).
 
     Args:
-        inv_gamma: Number of steps after which ``d`` is ``1 - 2 ** -power``, above 0; a larger one slows
-            the growth.
+        inv_gamma: Number of steps after which ``d`` is ``1 - 2 ** -power``, above 0; a larger one
+            slows the growth.
         power: Exponent, above 0; a larger one speeds up the growth.
         min_decay: Smallest decay, from 0 to ``decay``.
         decay: Largest decay, from 0 to 1.
@@ -359,13 +359,14 @@ class CountWarmup(_Clamped):
 
     The decay is clamped to ``min_decay`` and ``decay``. It is the formula of TensorFlow's
     ``tf.train.ExponentialMovingAverage(num_updates=)``
-    (https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage), also in torch_ema,
-    diffusers and d2go. With the default offset, which is TensorFlow's, 0.999 is reached after 9,000
-    steps, and 0.9999 after 90,000.
+    (https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage), also in
+    torch_ema, diffusers and d2go. With the default offset, which is TensorFlow's, 0.999 is reached
+    after 9,000 steps, and 0.9999 after 90,000.
 
     Args:
         decay: Largest decay, from 0 to 1.
-        offset: Number of steps plus 2 after which ``d`` is 0.5, 1 or more; a larger one slows the growth.
+        offset: Number of steps plus 2 after which ``d`` is 0.5, 1 or more; a larger one slows the
+            growth.
         min_decay: Smallest decay, from 0 to ``decay``.
 
     Raises:
@@ -391,8 +392,9 @@ class CountWarmup(_Clamped):
 class Equal(_ClosedForm):
     """The mean of all models that the average has seen, ``d = n / (n + 1)``.
 
-    It is stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407). With ``update_every=k``,
-    ``over(n, k)`` is ``n / (n + k)``: the copy and the model of each update have the same weight.
+    It is stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407). With
+    ``update_every=k``, ``over(n, k)`` is ``n / (n + k)``: the copy and the model of each update
+    have the same weight.
 
     Example:
         >>> from modkit import schedules
@@ -409,14 +411,15 @@ class Equal(_ClosedForm):
 class Power(_ClosedForm):
     """An average that spans a fixed part of the run, ``d = (1 - 1 / (n + 1)) ** (gamma + 1)``.
 
-    The model of training step ``t`` has a weight proportional to ``t ** gamma``, where ``t = n + 1``,
-    since the copy is the first model. The decay of ``k`` steps is ``(1 - k / t) ** (gamma + 1)``:
-    equation 127 of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
-    Models" (EDM2), https://arxiv.org/abs/2312.02696. Give either ``sigma_rel`` or ``gamma``.
+    The model of training step ``t`` has a weight proportional to ``t ** gamma``, where ``t = n +
+    1``, since the copy is the first model. The decay of ``k`` steps is ``(1 - k / t) ** (gamma +
+    1)``: equation 127 of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of
+    Diffusion Models" (EDM2), https://arxiv.org/abs/2312.02696. Give either ``sigma_rel`` or
+    ``gamma``.
 
     Args:
-        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the run:
-            above 0 and below 0.288675, that of the equal average. 0.05 and 0.1 are usual.
+        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the
+            run: above 0 and below 0.288675, that of the equal average. 0.05 and 0.1 are usual.
         gamma: Exponent of the profile, 0 or more.
 
     Attributes:
@@ -455,8 +458,8 @@ class PerUpdate(_ClosedForm):
     """A schedule whose decay counts once per update, for any ``update_every``.
 
     With ``update_every=k``, the update at step ``n`` uses ``schedule(n)``, and not
-    ``schedule.over(n, k)``: the average of every k-th model spans k times as many steps. This is what
-    ema-pytorch does (``EMA(update_every=)``, https://github.com/lucidrains/ema-pytorch).
+    ``schedule.over(n, k)``: the average of every k-th model spans k times as many steps. This is
+    what ema-pytorch does (``EMA(update_every=)``, https://github.com/lucidrains/ema-pytorch).
 
     Args:
         schedule: A schedule, a decay or a function of ``n``.
@@ -489,8 +492,8 @@ class Custom(Schedule):
     A checkpoint does not contain the function. To resume, create the ``EMA`` with an equal one.
 
     Args:
-        function: Takes ``n``, 1 or more, and returns a decay from 0 to 1. It is called with the steps
-            in any order, so it must depend on ``n`` only.
+        function: Takes ``n``, 1 or more, and returns a decay from 0 to 1. It is called with the
+            steps in any order, so it must depend on ``n`` only.
 
     Raises:
         TypeError: If ``function`` is not callable, or is a class.
@@ -675,7 +678,8 @@ def plot(
     thousand points, each the mean of several updates.
 
     Args:
-        schedules: A decay, schedule or function of ``n``; a list of them; or a dict of them by label.
+        schedules: A decay, schedule or function of ``n``; a list of them; or a dict of them by
+            label.
         n: Number of steps since the copy, 1 or more (see :mod:`modkit.schedules`).
         update_every: Number of steps between updates, 1 or more.
         axes: Axes of matplotlib to draw into. Default: those of a new figure.
@@ -716,12 +720,12 @@ def plot(
 def gamma_of(sigma_rel: float) -> float:
     """Return the exponent of the power function with a relative width; :func:`sigma_rel_of` reversed.
 
-    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s = sigma_rel**-2``:
-    equation 126 and Algorithm 2 of https://arxiv.org/abs/2312.02696.
+    It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s =
+    sigma_rel**-2``: equation 126 and Algorithm 2 of https://arxiv.org/abs/2312.02696.
 
     Args:
-        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the run:
-            above 0 and below 0.2886.
+        sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the
+            run: above 0 and below 0.2886.
 
     Returns:
         The exponent ``gamma``, 0 or more.
@@ -737,10 +741,10 @@ def gamma_of(sigma_rel: float) -> float:
     if not 0 < sigma_rel < _WIDEST:
         raise ValueError(f"sigma_rel must be above 0 and below 0.2886, got {sigma_rel!r}")
 
-    # ``sigma_rel_of`` squared is (x + 1) / ((x + 2)**2 * (x + 3)), and so (x + 2)**2 * (x + 3) is
-    # s * (x + 1). Expanded, that is the cubic below; 3, 14 and 16 are those of its derivative. It makes
-    # s greater than (x + 2)**2, so 1 / sigma_rel is above the root, where the cubic is convex: Newton's
-    # steps only decrease, and end where rounding stops them.
+    # ``sigma_rel_of`` squared is (x + 1) / ((x + 2)**2 * (x + 3)), and so (x + 2)**2 * (x + 3) is s
+    # * (x + 1). Expanded, that is the cubic below; 3, 14 and 16 are those of its derivative. It
+    # makes s greater than (x + 2)**2, so 1 / sigma_rel is above the root, where the cubic is
+    # convex: Newton's steps only decrease, and end where rounding stops them.
     s = sigma_rel**-2
     gamma, below = math.inf, 1 / sigma_rel
     while below < gamma:

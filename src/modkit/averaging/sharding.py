@@ -32,13 +32,15 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 MSG_FLATTENED: Final = (
-    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the model "
-    "with torch.distributed.fsdp.fully_shard"
+    "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the "
+    "model with torch.distributed.fsdp.fully_shard"
 )
 
 
 def is_flattened(modules: Iterable[torch.nn.Module]) -> bool:
-    """Return True if a module is a ``FullyShardedDataParallel`` (FSDP1), without importing that class.
+    """Return True if a module is a ``FullyShardedDataParallel`` (FSDP1).
+
+    That class is not imported: until something else has, no module is one.
 
     In a forward it gives the parameters views of other memory, so a swapped average would not be
     seen, and with ``use_orig_params=False`` there are no parameters of the model's names.
@@ -71,7 +73,8 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 
     Args:
         flag: A tensor of one bool, on any device.
-        meshes: Device meshes of the tensors that the flag is about; without any, the flag is returned.
+        meshes: Device meshes of the tensors that the flag is about; without any, the flag is
+            returned.
 
     Returns:
         The flag of all ranks together, on the device of ``flag``. It is not read on the host.
@@ -90,7 +93,8 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
 def resharded(model: torch.nn.Module) -> Generator[None]:
     """Reshard before and after a block: full parameters would hide what the shards hold.
 
-    A forward in the block gathers them from the shards, and FSDP may leave them registered after it.
+    A forward in the block gathers them from the shards, and FSDP may leave them registered after
+    it.
     """
     reshard(model.modules())
     try:
@@ -100,7 +104,14 @@ def resharded(model: torch.nn.Module) -> Generator[None]:
 
 
 def whole(state: Any) -> Any:
-    """Gather sharded tensors into host memory, in nested dicts and lists. This is a collective."""
+    """Gather sharded tensors into host memory. This is a collective.
+
+    Args:
+        state: Nested dicts and lists.
+
+    Returns:
+        The state in new dicts and lists, with full tensors on the CPU. Others are not copied.
+    """
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -118,7 +129,17 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
-    """Shard the full tensors of a state, nested dicts and lists, like the model's of the same names."""
+    """Shard the full tensors of a state like those of a model.
+
+    Args:
+        state: Nested dicts and lists.
+        members: The model's tensors by name. Tensors of the state under other names stay as they
+            are.
+        like: The tensor of the model that ``state`` itself belongs to, if it is a tensor.
+
+    Returns:
+        The state in new dicts and lists, with each rank's shards.
+    """
     if isinstance(state, Tensor):
         return shards_of(state, like)
     if isinstance(state, list):
@@ -129,11 +150,19 @@ def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any
 
 
 def shards_of(value: Tensor, like: Any) -> Tensor:
-    """Shard a full tensor like another tensor, or return it if that is not sharded."""
+    """Shard a full tensor like another tensor; there is no communication.
+
+    Args:
+        value: The full tensor, the same one on each rank.
+        like: The other tensor, of the same shape.
+
+    Returns:
+        A ``DTensor``, or ``value`` itself if ``like`` is not sharded or ``value`` is.
+    """
     if not is_sharded(like) or is_sharded(value):
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    # Without a source rank, each rank takes its part of its own tensor: no communication.
+    # Without a source rank, each rank takes its part of its own tensor.
     value = value.to(like.device)
     return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)

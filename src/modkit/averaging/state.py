@@ -1,7 +1,7 @@
 """Read and validate the states that ``EMA.load_state_dict`` accepts.
 
-These are the states of ``modkit.EMA``, of other libraries, and plain averaged weights. An invalid state
-is a ``ValueError``, raised before anything changes.
+These are the states of ``modkit.EMA``, of other libraries, and plain averaged weights. An invalid
+state is a ``ValueError``, raised before anything changes.
 """
 
 import warnings
@@ -22,8 +22,8 @@ from modkit.averaging.schedules import Schedule
 from modkit.averaging.state_checks import AVERAGE, OWN, CheckedMapping, described, invalid_state
 
 
-# The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and since
-# later releases "raw", "stepped" and "statistics" if there are any.
+# The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
+# since later releases "raw", "stepped" and "statistics" if there are any.
 VERSION: Final = 1
 
 
@@ -36,7 +36,8 @@ class LoadedState:
         start: The call that copied the model, or None before it.
         n_averaged: Number of models in the average, including the initial copy.
         schedules: The schedule of each average.
-        averages: What is stored of each, as :func:`stored_average` has it; not used if ``start`` is None.
+        averages: What is stored of each, as :func:`stored_average` has it; not used if ``start`` is
+            None.
         update_every: Number of calls between averaged models.
         update_after_step: Number of calls before the first one.
         buffers: Copied tensors by name.
@@ -77,10 +78,22 @@ def read(
 
     An empty state starts anew, with a warning.
 
+    Args:
+        state: The state.
+        model: The model that is averaged.
+        schedules: The schedule of each average. Those of the state take precedence, with a warning.
+        update_every: The option, as ``schedules``.
+        update_after_step: The option, as ``schedules``.
+        on_nonfinite: The option; values that are not finite are refused unless it is ``"ignore"``.
+        step: Number of calls of ``update()`` so far, for a state without a counter.
+
+    Returns:
+        The valid state. Its names and shapes are not compared with the model yet.
+
     Raises:
         ValueError: If the state is of another kind, version or number of averages, if an entry is
-            missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if ``step``
-            is given for a state that has its own counter.
+            missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if
+            ``step`` is given for a state that has its own counter.
         NameMismatchError: If the training weights in the state do not fit the model.
     """
     checked = CheckedMapping(OWN, state)
@@ -89,40 +102,48 @@ def read(
             raise invalid_state(f"load_state_dict() got step={step} and an empty state")
         warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=3)
         nothing = Converted("nothing", {}, n_averaged=0)
-        return _started(nothing, schedules, update_every, update_after_step)
+        return _started(nothing, schedules, every=update_every, after=update_after_step)
 
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
     if foreign:
         converted = convert(state, model)
-        loaded = _started(converted, schedules, update_every, update_after_step, step=step)
+        loaded = _started(
+            converted, schedules, every=update_every, after=update_after_step, step=step
+        )
         if step is None and not converted.has_counter:
             _warn_of_no_counter(converted.source, loaded)
     elif step is not None:
         raise invalid_state(
-            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load it "
-            "without step"
+            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load "
+            "it without step"
         )
     else:
         loaded = _read_own(checked, model, schedules)
 
     if on_nonfinite != "ignore" and loaded.start is not None:
         _check_finite(loaded.averages, on_nonfinite)
-    if not foreign:
-        names = [*["the schedule"] * len(schedules), "update_every", "update_after_step"]
-        saved = [*loaded.schedules, loaded.update_every, loaded.update_after_step]
-        given = [*schedules, update_every, update_after_step]
-        for name, new, old in zip(names, saved, given, strict=True):
-            if new != old:
-                warnings.warn(
-                    f"EMA: {name} is {new} from here on, as in the loaded state, and not {old}",
-                    stacklevel=3,
-                )
+    if foreign:
+        return loaded
+
+    options: list[tuple[str, object, object]] = [
+        ("the schedule", saved, given)
+        for saved, given in zip(loaded.schedules, schedules, strict=True)
+    ]
+    options.append(("update_every", loaded.update_every, update_every))
+    options.append(("update_after_step", loaded.update_after_step, update_after_step))
+    for name, saved, given in options:
+        if saved != given:
+            warnings.warn(
+                f"EMA: {name} is {saved} from here on, as in the loaded state, and not {given}",
+                stacklevel=3,
+            )
     return loaded
 
 
 def _read_own(
     checked: CheckedMapping, model: torch.nn.Module, schedules: list[Schedule]
 ) -> LoadedState:
+    """Read a state of ``EMA``: every number, name and tensor in it is validated."""
     state = checked.values
     least = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
     checked.require(("version", *least, "start", "schedules", "averages", "buffers"))
@@ -130,6 +151,7 @@ def _read_own(
     if version > VERSION:
         raise invalid_state(f"the state has version {version}, newer than {VERSION}; update modkit")
 
+    # The average began at call ``start``, and has at most one model of each call from there on.
     counts: dict[str, Any] = {name: checked.integer(name, least[name]) for name in least}
     start: int | None = None
     if counts["n_averaged"]:
@@ -138,7 +160,8 @@ def _read_own(
     elif state["start"] is not None:
         checked.refuse("start", "None, as n_averaged is 0")
 
-    configs, averages = checked.each("schedules"), checked.each("averages")
+    configs = checked.each("schedules")
+    averages = checked.each("averages")
     if not configs:
         checked.refuse("schedules", "a list that is not empty")
     if len(configs) != len(schedules):
@@ -176,12 +199,16 @@ def _plain(value: object) -> object:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _schedule(checked: CheckedMapping, own: Schedule) -> Schedule:
-    """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state."""
+def _schedule(checked: CheckedMapping, current: Schedule) -> Schedule:
+    """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state.
+
+    Functions and subclasses cannot be made from a state: code is never taken from a file.
+    """
     config = _plain(checked.values)
     try:
-        if config == _plain(own.to_config()):
-            return own
+        if config == _plain(current.to_config()):
+            return current
+
         saved = decays.from_config(checked.values)
         error: object = f"its fields must be those of {saved}"
         if config == _plain(saved.to_config()):
@@ -191,13 +218,14 @@ def _schedule(checked: CheckedMapping, own: Schedule) -> Schedule:
         error = failed
 
     raise invalid_state(
-        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: {error}. "
-        "If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; this "
-        f"one has {own}"
+        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: "
+        f"{error}. If it was a function or a subclass of Schedule, pass an equal one to EMA as "
+        f"schedule=; this one has {current}"
     )
 
 
 def _average(checked: CheckedMapping) -> dict[str, Any]:
+    """Return what a state holds of an average; error terms must belong to averages."""
     checked.require(("tensors", "rests", "generators"))
     tensors = checked.inside("tensors").tensors(AVERAGE)
     rests = checked.inside("rests")
@@ -258,14 +286,17 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
 
 def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
     """Restore the empty dicts and lists of a state, which flat checkpoints leave out."""
-    saved, schedules = state.get("averages", []), state.get("schedules")
-    if "version" not in state or not isinstance(saved, list) or not isinstance(schedules, list):
+    averages = state.get("averages", [])
+    schedules = state.get("schedules")
+    if "version" not in state or not isinstance(averages, list) or not isinstance(schedules, list):
         # Not a state of this library; ``read`` says what is wrong with it.
         return state
 
-    averages = saved if len(saved) == len(schedules) else [{}] * len(schedules)
+    if len(averages) != len(schedules):
+        # Before the first update nothing is stored of any average.
+        averages = [{}] * len(schedules)
     empty = stored_average({})
-    filled = [{**empty, **one} if isinstance(one, Mapping) else one for one in averages]
+    filled = [{**empty, **a} if isinstance(a, Mapping) else a for a in averages]
     return {"buffers": {}, **state, "averages": filled}
 
 
@@ -276,9 +307,14 @@ def matched(
 
     A lazy model has no shapes yet, and takes every name of the state.
 
+    Args:
+        loaded: A valid state with averages.
+        members: The tensors of the model.
+        options: The options of the averages, which select tensors.
+
     Returns:
-        The model's averaged tensors by name, or the saved ones for a lazy model; the names of copied
-        buffers; and the tensors of each average.
+        The model's averaged tensors by name, or the saved ones for a lazy model; the names of
+        copied buffers; and the tensors of each average.
 
     Raises:
         NameMismatchError: If names or shapes of an average, or of its statistics, are not those of
@@ -308,8 +344,8 @@ def matched(
             average = tensors[name]
             if not is_averaged(average) or average.is_complex() != member.is_complex():
                 raise invalid_state(
-                    f"the state does not fit the model: the average of {name} must be of a dtype like "
-                    f"{member.dtype}, got {described(average)}"
+                    f"the state does not fit the model: the average of {name} must be of a dtype "
+                    f"like {member.dtype}, got {described(average)}"
                 )
 
     if not members.has_lazy():
@@ -327,6 +363,7 @@ def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -
 
 
 def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
+    """Raise ValueError, with the path in the state, if a value is not finite."""
     tensors = {
         f"averages[{index}][{key!r}][{name!r}]": tensor
         for index, average in enumerate(averages)
@@ -336,23 +373,35 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
     path = first_nonfinite(tensors)
     if path is not None:
         raise invalid_state(
-            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} contains "
-            "inf or nan"
+            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} "
+            "contains inf or nan"
         )
 
 
 def _started(
-    converted: Converted, schedules: list[Schedule], every: int, after: int, step: int | None = None
+    converted: Converted,
+    schedules: list[Schedule],
+    *,
+    every: int,
+    after: int,
+    step: int | None = None,
 ) -> LoadedState:
-    """Return the state of an ``EMA`` with these options that continues averages of another library.
+    """Return the state of an ``EMA`` that continues averages of another library.
 
-    ``step`` is the number of calls of ``update()`` so far, if the user has given it.
+    Args:
+        converted: The averages, and what their state says about the updates so far.
+        schedules: The schedule of each average, which a decay in the state replaces.
+        every: The option ``update_every``.
+        after: The option ``update_after_step``, which that of the state replaces.
+        step: Number of calls of ``update()`` so far, if the user has given it. It takes precedence
+            over the counters of the state.
     """
     if converted.update_after_step is not None:
         after = converted.update_after_step
     first = after + 1
 
     def count_at(calls: int) -> int:
+        # One model of call ``first``, and one every ``every`` calls from there on.
         return max(0, 1 + (calls - first) // every)
 
     if step is not None:
@@ -360,15 +409,16 @@ def _started(
     elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
         calls = converted.step
     else:
-        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of the
-        # user skips some.
+        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of
+        # the user skips some.
         models = 1 if converted.n_averaged is None else converted.n_averaged
         calls = first + (models - 1) * every if models else 0
 
     count = count_at(calls)
     return LoadedState(
         step=calls,
-        # Until the first update there is no average: what the library holds is a copy of the weights.
+        # Until the first update there is no average: what the library holds is a copy of the
+        # weights.
         start=first if count else None,
         n_averaged=count,
         update_every=every,
@@ -388,8 +438,8 @@ def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
     state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
     schedules = ", ".join(map(str, loaded.schedules))
     warnings.warn(
-        f"EMA: {state_holds} no counter, so it is taken for that of the first update (step={after + 1}), from "
-        f"which {schedules} continues. After more updates pass the number of calls of update(), as in "
-        "load_state_dict(state, step=1000).",
+        f"EMA: {state_holds} no counter, so it is taken for that of the first update "
+        f"(step={after + 1}), from which {schedules} continues. After more updates pass the "
+        "number of calls of update(), as in load_state_dict(state, step=1000).",
         stacklevel=4,
     )

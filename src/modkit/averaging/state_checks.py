@@ -76,11 +76,17 @@ class CheckedMapping:
         """Return the path of an entry."""
         return f"{self.path}[{name!r}]" if self.path else str(name)
 
-    def refuse(self, name: object, wanted: str) -> NoReturn:
-        """Raise the ValueError that says what an entry must be."""
+    def refuse(self, name: object, requirement: str) -> NoReturn:
+        """Raise the ValueError that says what an entry must be.
+
+        Args:
+            name: Name of the entry.
+            requirement: What it must be, after "must be".
+        """
         got = described(self.values[name])
         raise invalid_state(
-            f"the state of {self.source} is invalid: {self.key(name)} must be {wanted}, got {got}",
+            f"the state of {self.source} is invalid: {self.key(name)} must be {requirement}, got "
+            f"{got}",
             self.owner,
         )
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ Pairs: TypeAlias = list[Pair]
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     """Pair values with the tensors of a model by name; only buffers may have another shape.
 
+    Args:
+        named: The tensors of the model.
+        values: The values by name.
+
+    Returns:
+        Name, present tensor of the model, and value, in the order of ``values``.
+
     Raises:
         NameMismatchError: If the model has no tensor of a name, or a parameter of another shape.
     """
@@ -80,15 +87,19 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
         model: The model.
         copies: Copies of its tensors that were made already, by the ``id`` of the tensor.
 
+    Returns:
+        The copy.
+
     Raises:
         AssertionError: If the model is sharded, which torch refuses to copy.
+        Exception: Whatever else ``copy.deepcopy`` raises.
     """
     try:
         return copy.deepcopy(model, dict(copies or {}))
     except (AssertionError, RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError):
-            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to
-            # copy. If that was not the reason, the first error is the one to show.
+            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
+            # to copy. If that was not the reason, the first error is the one to show.
             with _DetachedCopies(), suppress(Exception):
                 return copy.deepcopy(model, dict(copies or {}))
         if has_shards(model) or is_flattened(model.modules()):
@@ -101,14 +112,16 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
 def check_writable(pairs: Iterable[Pair]) -> None:
     """Raise RuntimeError, before anything is written, if a tensor cannot take other values."""
     for name, tensor, _ in pairs:
-        if kind := _read_only_kind(tensor):
+        kind = _read_only_kind(tensor)
+        if kind is not None:
             raise RuntimeError(
-                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary tensor, "
-                "or use applied(), which exchanges storage. Nothing has been changed."
+                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary "
+                "tensor, or use applied(), which exchanges storage. Nothing has been changed."
             )
 
 
 def _read_only_kind(tensor: Tensor) -> str | None:
+    """Return what keeps a tensor from being written to, as errors name it; None if nothing does."""
     if tensor.is_meta:
         return "on the meta device"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
@@ -129,7 +142,15 @@ def write(tensor: Tensor, value: Tensor) -> None:
 
 
 def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give tensors of a model other values, by name; all names are looked up before the first write."""
+    """Give tensors of a model other values, by name.
+
+    Args:
+        model: The model.
+        values: The values by name. All names are looked up before the first write.
+
+    Raises:
+        NameMismatchError: If the model has no tensor of a name.
+    """
     named = NamedTensors(model)
     pairs = [(named.tensor(name), value) for name, value in values.items()]
     for tensor, value in pairs:
@@ -142,7 +163,17 @@ _set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__
 
 
 def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    # A deque of no length runs an iterator to its end.
     deque(map(_set_data, tensors, values), maxlen=0)
+
+
+class _Before(NamedTuple):
+    """A module as it was when a swap was prepared."""
+
+    module: torch.nn.Module
+    kind: type
+    parameters: dict[str, Any]
+    children: dict[str, Any]
 
 
 class Registered:
@@ -151,36 +182,37 @@ class Registered:
     Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
     assignments put other objects into a model. A swap restores the data of tensors, so its tensors
     have to be there. Buffers that are not swapped may be replaced, as forwards do.
+
+    Args:
+        named: The tensors and modules of the model.
+        pairs: The pairs of the swap.
     """
 
     def __init__(self, named: NamedTensors, pairs: Iterable[Pair]) -> None:
         self._names = {id(tensor): name for name, tensor, _ in pairs}
-        self._before = [
-            (module, type(module), dict(module._parameters), dict(module._modules))
-            for module in named.modules
+        self._before: list[_Before] = []
+        tables: list[Any] = []
+        # The table of each swapped buffer, its key and the buffer.
+        self._buffers: list[tuple[dict[str, Any], str, Any]] = []
+        for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
-            if not isinstance(module, torch.jit.ScriptModule)
-        ]
-        buffers = [
-            (module._buffers, key, buffer)
-            for module, *_ in self._before
-            for key, buffer in module._buffers.items()
-        ]
-        self._buffers = [row for row in buffers if id(row[2]) in self._names]
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            parameters, children = module._parameters, module._modules
+            self._before.append(_Before(module, type(module), dict(parameters), dict(children)))
+            tables += (parameters, children)
 
-        tables: list[Any] = [
-            table for row in self._before for table in (row[0]._parameters, row[0]._modules)
-        ]
-        # A module has several buffers in one table.
-        tables += {id(table): table for table, *_ in self._buffers}.values()
+            buffers = module._buffers
+            swapped = [(buffers, k, b) for k, b in buffers.items() if id(b) in self._names]
+            self._buffers += swapped
+            if swapped:
+                tables.append(buffers)
         self._tables = Snapshot(table for table in tables if table)
 
-        # Removing a parametrization also deletes a property of a class that the module has to itself.
-        self._classes = [
-            (kind, dict(vars(kind)))
-            for _, kind, _, children in self._before
-            if "parametrizations" in children
-        ]
+        # A parametrized module has a class to itself. Removing the parametrization also deletes the
+        # property that computes the tensor from that class.
+        parametrized = [row.kind for row in self._before if "parametrizations" in row.children]
+        self._classes = [(kind, dict(vars(kind))) for kind in parametrized]
 
     @critical
     def undo(self) -> str | None:
@@ -188,26 +220,21 @@ class Registered:
         if not self._tables.changed():
             return None
         # After a forward, FSDP's full parameters are registered in place of the shards.
-        reshard(module for module, *_ in self._before)
+        reshard(before.module for before in self._before)
 
         first_name: str | None = None
         # From the leaves up, so that a child that was removed has its own members back.
-        for module, kind, parameters, children in reversed(self._before):
-            lost = [
-                name
-                for table, before in ((module._parameters, parameters), (module._modules, children))
-                for key, member in before.items()
-                if member is not None and table.get(key) is not member
-                for name in self._names_in(member)
-            ]
-            if lost:
-                first_name = lost[0]
-                _refill(module._parameters, parameters)
-                _refill(module._modules, children)
-                for key in parameters:
-                    # A plain tensor that took the place of the parameter would hide it.
-                    module.__dict__.pop(key, None)
-                module.__class__ = kind
+        for before in reversed(self._before):
+            name = self._replaced_in(before)
+            if name is None:
+                continue
+            first_name = name
+            _refill(before.module._parameters, before.parameters)
+            _refill(before.module._modules, before.children)
+            for key in before.parameters:
+                # A plain tensor that took the place of the parameter would hide it.
+                before.module.__dict__.pop(key, None)
+            before.module.__class__ = before.kind
 
         if first_name is not None:
             for kind, members in self._classes:
@@ -220,13 +247,28 @@ class Registered:
                 first_name = first_name or self._names[id(buffer)]
         return first_name
 
+    def _replaced_in(self, before: _Before) -> str | None:
+        """Return the first swapped parameter that a module, or a child of it, no longer has."""
+        module = before.module
+        tables = (module._parameters, before.parameters), (module._modules, before.children)
+        for table, members in tables:
+            for key, member in members.items():
+                if member is None or table.get(key) is member:
+                    continue
+                names = self._names_in(member)
+                if names:
+                    return names[0]
+        return None
+
     def _names_in(self, member: Any) -> list[str]:
         """Return the names of swapped parameters: of one, or of all that were below a module."""
         tensors = [member]
         if isinstance(member, torch.nn.Module):
             below = set(map(id, member.modules()))
-            rows = [row for row in self._before if id(row[0]) in below]
-            tensors = [tensor for _, _, parameters, _ in rows for tensor in parameters.values()]
+            tensors = []
+            for before in self._before:
+                if id(before.module) in below:
+                    tensors += before.parameters.values()
         return [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
 
 
@@ -239,8 +281,8 @@ class Swap:
     """An exchange of the data of tensors for other data, which can be undone.
 
     The tensors stay the same objects, so optimizers, hooks and tied names are not affected. Data of
-    the same dtype and device are exchanged as pointers; other data are cast or moved first. Creating
-    a swap changes nothing; :meth:`apply` does.
+    the same dtype and device are exchanged as pointers; other data are cast or moved first.
+    Creating a swap changes nothing; :meth:`apply` does.
 
     Args:
         pairs: Name, tensor of a model, and the value that it is to have.
@@ -252,6 +294,7 @@ class Swap:
 
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._pairs = list(pairs)
+        # Lists of one order, that of the pairs. ``_held`` has the local shards of sharded tensors.
         self._tensors = [tensor for _, tensor, _ in self._pairs]
         self._sharded = frozenset(sharded_places(self._tensors))
         self._held: list[Tensor] = []
@@ -273,11 +316,13 @@ class Swap:
             elif value.dtype is not raw.dtype or value.device != raw.device:
                 values[index] = value.to(raw.device, raw.dtype)
 
+        # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
         self._exchange(values)
         self._note()
 
     def _exchange(self, values: list[Tensor]) -> None:
+        """Give the tensors other data: as pointers in one loop in C, unless shards are written."""
         if not self._sharded:
             _set_all(self._tensors, values)
             return
@@ -291,6 +336,7 @@ class Swap:
             self._tensors[index].data = value
 
     def _note(self) -> None:
+        """Note versions and addresses, by which changes in the block are detected."""
         self.versions = versions_of(self._held)
         self._pointers = _pointers(self._held)
 
@@ -338,7 +384,8 @@ class Swap:
     def _undo_each(self, later: list["Swap"]) -> None:
         """Restore the tensors that no later swap holds; the next later one gets the others' data.
 
-        What it found as training weights was the data of this swap. It now restores what this one found.
+        What it found as training weights was the data of this swap. It now restores what this one
+        found.
         """
         for index, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
             above = next((swap for swap in later if swap.position(tensor) is not None), None)
@@ -349,7 +396,8 @@ class Swap:
 
     def _problem(self, later: list["Swap"]) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""
-        pointers, versions = _pointers(self._held), versions_of(self._held)
+        pointers = _pointers(self._held)
+        versions = versions_of(self._held)
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
 
@@ -364,6 +412,7 @@ class Swap:
         return None
 
     def _written(self, index: int) -> str:
+        """Return the message for a write, which has reached the average if the memory is shared."""
         (pointer,) = _pointers([local_shard(self._pairs[index][2])])
         return MSG_WRITTEN_INSIDE if pointer == self._pointers[index] else MSG_WRITTEN_IN_VAIN
 
@@ -384,7 +433,8 @@ class _Owner:
     swap: Swap | None = None
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter exits, the globals of this file may be gone, and no model is used again.
+        # When the interpreter exits, the globals of this file may be gone, and no model is used
+        # again.
         if self.swap is not None and not is_finalizing():
             self.swap.undo()
 
@@ -394,7 +444,8 @@ _COMPRESSED: Final = frozenset(
 )
 
 # All swaps that have not been undone, in order, so that several averages, and models that share
-# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the others.
+# tensors, lose no training weights. Readers go through a copy, since an undone swap moves the
+# others.
 active_swaps: list[Swap] = []
 
 
@@ -457,9 +508,16 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
 def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Generator[None]:
     """Exchange data for the length of a block, which must not change or replace the tensors.
 
+    Args:
+        pairs: Name, tensor of a model, and value that it has in the block.
+        registered: The modules as they are, to put back parameters that the block replaces.
+
+    Yields:
+        Nothing.
+
     Raises:
-        RuntimeError: At the end, if the block has changed or replaced them. If it has raised an error
-            of its own, that one gets a note.
+        RuntimeError: At the end, if the block has changed or replaced them. If it has raised an
+            error of its own, that one gets a note.
     """
     swap = Swap(pairs)
     owner = _Owner()
@@ -468,10 +526,12 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
         swap.apply()
         yield
     except BaseException as error:
-        if problem := swap.undo(registered):
+        problem = swap.undo(registered)
+        if problem is not None:
             add_note(error, problem)
         raise
-    if problem := swap.undo(registered):
+    problem = swap.undo(registered)
+    if problem is not None:
         raise RuntimeError(problem)
 
 

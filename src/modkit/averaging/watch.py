@@ -48,8 +48,8 @@ class Snapshot:
 class Placement:
     """The memory of tensors at one moment.
 
-    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed wherever
-    no memory is shared with a flat buffer.
+    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed
+    wherever no memory is shared with a flat buffer.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -79,7 +79,8 @@ class Watch:
     Args:
         models: The models whose tables of parameters and children are compared.
         tensors: Tensors whose metadata are compared.
-        buffers: Whether buffers count too: otherwise forwards may replace them under the same names.
+        buffers: Whether buffers count too: otherwise forwards may replace them under the same
+            names.
         tables: Further tables.
         members: Buffers that must still be registered.
         frozen: Parameters that must not begin to require gradients.
@@ -104,7 +105,8 @@ class Watch:
         registries = [*tables, *(table for model in models for table in model.registries)]
         named = [table for model in models for table in model.buffer_registries]
         if buffers:
-            registries, named = registries + named, []
+            registries += named
+            named = []
 
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
@@ -158,6 +160,7 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
 
 
 def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
+    """Return a guard that also compares the shards, of which some tensors are made, by identity."""
     # FSDP may replace the shards.
     alike = metadata_guard([local_shard(tensor) for tensor in tensors])
     here = [local_shard(tensor) for tensor in sharded]

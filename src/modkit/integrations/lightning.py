@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -56,39 +57,40 @@ class EMACallback(Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
     The average is updated after each batch in which an optimizer stepped on an averaged parameter:
-    once per step with gradient accumulation, at most once per batch with several optimizers or manual
-    optimization, and not for steps that a gradient scaler skips. (Fused optimizers skip them on the
-    device, which on accelerators is not seen.) Override :meth:`should_update` to update on other steps
-    or at the end of epochs.
+    once per step with gradient accumulation, at most once per batch with several optimizers or
+    manual optimization, and not for steps that a gradient scaler skips. (Fused optimizers skip them
+    on the device, which on accelerators is not seen.) Override :meth:`should_update` to update on
+    other steps or at the end of epochs.
 
-    Validation, test and prediction see the average, and before the first update the training weights;
-    weights loaded for an evaluation are evaluated as they are. To evaluate several averages, or the
-    training weights too, use :meth:`evaluating` and :meth:`evaluating_training_weights` in
-    ``validation_step``, or around ``trainer.validate()``.
+    Validation, test and prediction see the average, and before the first update the training
+    weights; weights loaded for an evaluation are evaluated as they are. To evaluate several
+    averages, or the training weights too, use :meth:`evaluating` and
+    :meth:`evaluating_training_weights` in ``validation_step``, or around ``trainer.validate()``.
 
     The ``state_dict`` of a checkpoint is the average, so it loads without this callback. The
     checkpoint also holds the training weights and the state of the averages, so
-    ``fit(ckpt_path=...)`` resumes bitwise identically. Checkpoints of Lightning's ``WeightAveraging``
-    can be resumed from too. Checkpoints are written atomically, and verified when they are loaded.
+    ``fit(ckpt_path=...)`` resumes bitwise identically. Checkpoints of Lightning's
+    ``WeightAveraging`` can be resumed from too. Checkpoints are written atomically, and verified
+    when they are loaded.
 
     Args:
-        decay: Decay factor of one update, in [0, 1], by default 0.999. A list gives several averages,
-            numbered by ``index`` from 0.
+        decay: Decay factor of one update, in [0, 1], by default 0.999. A list gives several
+            averages, numbered by ``index`` from 0.
         index: Index of the average to evaluate, to save as the ``state_dict``, and to end with.
         update_every_n_steps: Update if the step's index is a multiple, 1 or more; the decay is not
             adjusted. The option ``update_every`` of ``EMA`` adjusts it instead.
-        update_starting_at_step: Zero-based index of the first optimizer step to update on; by default
-            0.
-        update_starting_at_epoch: Zero-based index of the first epoch at whose end to update as well;
-            by default none. Updates on steps are not affected.
+        update_starting_at_step: Zero-based index of the first optimizer step to update on; by
+            default 0.
+        update_starting_at_epoch: Zero-based index of the first epoch at whose end to update as
+            well; by default none. Updates on steps are not affected.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
         **options: Further options of :class:`~modkit.EMA`, see
             :class:`~modkit.averaging.callback.EMAOptions`.
 
     Raises:
-        TypeError: If ``index`` or a number of steps or epochs is not an int, a decay is not a number, a
-            schedule or a function, or an option is unknown or of another type.
+        TypeError: If ``index`` or a number of steps or epochs is not an int, a decay is not a
+            number, a schedule or a function, or an option is unknown or of another type.
         ValueError: If an option is invalid, or a number of steps or epochs too small. Globs are
             compared with the names of the model when the fit starts.
         IndexError: If there is no average ``index``.
@@ -98,10 +100,11 @@ class EMACallback(Callback):
         UserWarning: If a constant decay is above 0 and below 0.1, as a momentum is.
 
     Attributes:
-        ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation of
-            other weights by ``ckpt_path``.
+        ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation
+            of other weights by ``ckpt_path``.
         index: The option. Another index counts from the next evaluation or checkpoint on.
-        update_every_n_steps: The option. A value that the constructor would refuse raises its error.
+        update_every_n_steps: The option. A value that the constructor would refuse raises its
+            error.
         update_starting_at_step: The option.
         update_starting_at_epoch: The option.
         swap_to_average_at_end: The option.
@@ -155,8 +158,8 @@ class EMACallback(Callback):
         """Return True to update the average now. Override it to update on other steps or epochs.
 
         It is called once for each optimizer step, after its batch, and once at the end of each
-        training epoch. Arguments are those of Lightning's ``WeightAveraging.should_update``: exactly
-        one of them is given.
+        training epoch. Arguments are those of Lightning's ``WeightAveraging.should_update``:
+        exactly one of them is given.
 
         Args:
             step_idx: Zero-based index of the latest optimizer step, or None.
@@ -180,7 +183,9 @@ class EMACallback(Callback):
         return epoch_idx is not None and first is not None and epoch_idx >= first
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Reset the state of an interrupted run, and wrap the checkpoint plugin. Lightning calls it.
+        """Reset what an interrupted run has left, and wrap the checkpoint plugin.
+
+        Lightning calls it.
 
         Raises:
             RuntimeError: If ``fit()`` was called inside :meth:`evaluating` or ``EMA.applied()``.
@@ -190,7 +195,8 @@ class EMACallback(Callback):
             check_outside(self._evaluation, pl_module, "fit()")
             if trainer.is_global_zero:
                 _remove_stale_of_runs(trainer)
-        self._loaded, self._latest_epoch = None, -1
+        self._loaded = None
+        self._latest_epoch = -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -201,8 +207,8 @@ class EMACallback(Callback):
         Raises:
             TypeError: If the strategy is ``FSDPStrategy``, or the steps of an optimizer cannot be
                 tracked.
-            ValueError: If no parameter is selected, a glob other than ``"*"`` matches no name, or the
-                averages of a checkpoint are invalid.
+            ValueError: If no parameter is selected, a glob other than ``"*"`` matches no name, or
+                the averages of a checkpoint are invalid.
             NameMismatchError: If the averages of a checkpoint do not fit the model.
         """
         if isinstance(trainer.strategy, _pl.strategies.FSDPStrategy):
@@ -210,12 +216,12 @@ class EMACallback(Callback):
                 f"EMACallback: FSDPStrategy is not supported: {MSG_FLATTENED}, in a "
                 "ModelParallelStrategy."
             )
-        if has_shards(pl_module) and any(
-            getattr(one, "save_weights_only", False) for one in trainer.checkpoint_callbacks
-        ):
+        callbacks = trainer.checkpoint_callbacks
+        saves_weights_only = any(getattr(c, "save_weights_only", False) for c in callbacks)
+        if saves_weights_only and has_shards(pl_module):
             _pl.utilities.rank_zero_warn(
-                "EMACallback: checkpoints with save_weights_only=True hold the training weights of a "
-                "sharded model, because Lightning calls no callback"
+                "EMACallback: checkpoints with save_weights_only=True hold the training weights of "
+                "a sharded model, because Lightning calls no callback"
             )
 
         self._leave()
@@ -236,8 +242,8 @@ class EMACallback(Callback):
         averaged: set[int] = set()
 
         def has_averaged() -> bool:
-            groups = optimizer.param_groups
-            return any(id(p) in averaged for group in groups for p in group["params"])
+            groups = [group["params"] for group in optimizer.param_groups]
+            return not averaged.isdisjoint(map(id, itertools.chain.from_iterable(groups)))
 
         def after(*_: object) -> None:
             if self._training and not has_averaged():
@@ -253,7 +259,8 @@ class EMACallback(Callback):
 
     def _update(self) -> None:
         """Update the average for the latest step, unless that has been done."""
-        step, self._latest_step = self._latest_step, None
+        step = self._latest_step
+        self._latest_step = None
         if step is not None and self.ema is not None and self.should_update(step_idx=step):
             self.ema.update()
 
@@ -317,10 +324,10 @@ class EMACallback(Callback):
         """Evaluate an average for a ``with`` block: swap it in, and set evaluation mode.
 
         Use it inside ``validation_step`` to log metrics of several averages in one validation, or
-        around ``trainer.validate()`` and ``trainer.test()``, which then see this average. Storage is
-        exchanged, nothing is copied unless dtype or device differ. Whatever ends the block, the weights
-        and the mode of each module are as before it. Before the first update the block sees the
-        training weights.
+        around ``trainer.validate()`` and ``trainer.test()``, which then see this average. Storage
+        is exchanged, nothing is copied unless dtype or device differ. Whatever ends the block, the
+        weights and the mode of each module are as before it. Before the first update the block sees
+        the training weights.
 
         Args:
             index: Index of the average. Default: that of the callback.
@@ -334,8 +341,8 @@ class EMACallback(Callback):
             TypeError: If ``index`` is not an int.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: If there are no averages, because there was no fit or other weights were
-                loaded by ``ckpt_path``; at the end of the block, if it has written to the weights or
-                has replaced parameters. A block that raised gets a note instead.
+                loaded by ``ckpt_path``; at the end of the block, if it has written to the weights
+                or has replaced parameters. A block that raised gets a note instead.
 
         Example::
 
@@ -351,7 +358,7 @@ class EMACallback(Callback):
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also during a validation of an average.
+        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
 
         Use it inside ``validation_step``, as in the example of :meth:`evaluating`, or around
         ``trainer.validate()``, which then sees the training weights. It sets evaluation mode.
@@ -360,20 +367,20 @@ class EMACallback(Callback):
             A context manager that yields the model of the latest fit.
 
         Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
-                lost an averaged tensor since. It is raised on entering the block.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
+                has lost an averaged tensor since. It is raised on entering the block.
             RuntimeError: If there are no averages, because there was no fit or other weights were
-                loaded by ``ckpt_path``; at the end of a block inside an evaluation, if it has written
-                to the weights.
+                loaded by ``ckpt_path``; at the end of a block inside an evaluation, if it has
+                written to the weights.
         """
         return self._evaluation.block(self.ema, None)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Swap the average in until the end of the validation, test or prediction.
 
-        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same. Inside
-        a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps the
-        weights of the block.
+        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same.
+        Inside a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps
+        the weights of the block.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
@@ -395,8 +402,8 @@ class EMACallback(Callback):
         ``on_exception``, which are the same: an error may have left an evaluation before its end.
 
         Raises:
-            RuntimeError: If the evaluation has written to the weights, or has replaced parameters. The
-                training weights are restored first.
+            RuntimeError: If the evaluation has written to the weights, or has replaced parameters.
+                The training weights are restored first.
         """
         self._evaluation.end()
 
@@ -413,9 +420,9 @@ class EMACallback(Callback):
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
-        Call it when no evaluation is running, for instance in ``on_train_epoch_end``. The statistics
-        belong to the average ``index`` of the callback until its next update, and are saved with it; the
-        model in training does not change.
+        Call it when no evaluation is running, for instance in ``on_train_epoch_end``. The
+        statistics belong to the average ``index`` of the callback until its next update, and are
+        saved with it; the model in training does not change.
 
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
@@ -424,9 +431,11 @@ class EMACallback(Callback):
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``, the
-                input of a batch is not a tensor with a first dimension. Nothing has been changed.
-            RuntimeError: If there was no fit, the model holds an average, or before the first update.
+            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``,
+                the input of a batch is not a tensor with a first dimension. Nothing has been
+                changed.
+            RuntimeError: If there was no fit, the model holds an average, or before the first
+                update.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             ValueError: If the loader is empty. Nothing has been changed.
         """
@@ -452,9 +461,9 @@ class EMACallback(Callback):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the average as the ``state_dict``, the training weights and the averages beside it.
 
-        Lightning calls it. The entry of the callback holds the state of ``EMA``, those training weights
-        that differ from the average, and the index of the latest epoch. With sharded parameters it is
-        a collective, and the entry is gathered into host memory.
+        Lightning calls it. The entry of the callback holds the state of ``EMA``, those training
+        weights that differ from the average, and the index of the latest epoch. With sharded
+        parameters it is a collective, and the entry is gathered into host memory.
 
         Args:
             trainer: The Trainer.
@@ -481,13 +490,14 @@ class EMACallback(Callback):
         if has_shards(pl_module):
             # Lightning saves the callback's entry from rank 0.
             with torch.inference_mode(False), torch.no_grad(), as_raw:
-                raw, state = whole(dict(pl_module.state_dict())), whole(state)
+                raw = whole(dict(pl_module.state_dict()))
+                state = whole(state)
         else:
-            members = self.members_of(trainer, checkpoint, as_raw)
             # Values that are not averaged are in the file once.
-            raw = {
-                k: value for k, value in members.items() if _memory(value) != _memory(average[k])
-            }
+            raw = self.members_of(trainer, checkpoint, as_raw)
+            for name, value in average.items():
+                if _memory(raw[name]) == _memory(value):
+                    del raw[name]
 
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
         entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
@@ -499,12 +509,13 @@ class EMACallback(Callback):
         saved: Mapping[str, Any],
         block: AbstractContextManager[None] | None = None,
     ) -> dict[str, Any]:
-        """Return the members of a checkpoint's ``state_dict`` with the average, or in another block.
+        """Return the members of a checkpoint's ``state_dict`` with other weights swapped in.
 
         Args:
             trainer: The Trainer, whose strategy returns the members.
             saved: The checkpoint; members that its ``state_dict`` lacks are left out.
-            block: Context manager that swaps weights into the model. Default: the average ``index``.
+            block: Context manager that swaps weights into the model. Default: the average
+                ``index``.
 
         Returns:
             The members by name, not copied.
@@ -529,8 +540,8 @@ class EMACallback(Callback):
         Args:
             trainer: The Trainer.
             pl_module: The model.
-            checkpoint: The checkpoint. Its entry of this callback is removed, because Lightning would
-                copy it for ``load_state_dict()``.
+            checkpoint: The checkpoint. Its entry of this callback is removed, because Lightning
+                would copy it for ``load_state_dict()``.
 
         Raises:
             RuntimeError: If the training weights do not fit the model, in Lightning's words.
@@ -542,7 +553,8 @@ class EMACallback(Callback):
         saved = checkpoint["callbacks"].pop(self.state_key, None)
         self.ema = None
         if saved is not None:
-            raw, self._loaded = saved["raw"], saved["ema"]
+            raw = saved["raw"]
+            self._loaded = saved["ema"]
             self._latest_epoch = saved.get("latest_epoch", -1)
         elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
             raw = checkpoint["current_model_state"]
@@ -565,8 +577,8 @@ class EMACallback(Callback):
 def _remove_stale_of_runs(trainer: Any) -> None:
     """Remove what killed runs of the same logger left in the folders of their checkpoints.
 
-    ``ModelCheckpoint`` saves to a folder per run, named by the first logger. No later run saves to it, and
-    saving is what removes it elsewhere.
+    ``ModelCheckpoint`` saves to a folder per run, named by the first logger. No later run saves to
+    it, and saving is what removes it elsewhere.
     """
     for logger in trainer.loggers[:1]:
         runs = Path(logger.save_dir or trainer.default_root_dir, str(logger.name))
@@ -575,18 +587,20 @@ def _remove_stale_of_runs(trainer: Any) -> None:
 
 
 def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by canonical name."""
     return {name: member.tensor for name, member in NamedTensors(pl_module).parameters.items()}
 
 
 def _memory(value: Any) -> int:
+    """Return what tells values apart: the address of a tensor, the ``id`` of anything else."""
     return value.data_ptr() if isinstance(value, torch.Tensor) else id(value)
 
 
 class _CheckpointIO(CheckpointIO):
     """Wraps a strategy's plugin: atomic writes, verified loads, averages in weights-only files.
 
-    Lightning calls no callback for ``save_weights_only=True``. Everything else is done by the plugin
-    that the strategy had before.
+    Lightning calls no callback for ``save_weights_only=True``. Everything else is done by the
+    plugin that the strategy had before.
     """
 
     def __init__(self, trainer: Any, callback: EMACallback) -> None:

@@ -45,7 +45,9 @@ MARK: Final = "modkit.EMA"
 
 # The flags of a Trainer whose ranks hold shards of the model.
 _SHARDED: Final = (
-    *("is_deepspeed_enabled", "is_fsdp_enabled", "is_fsdp_xla_enabled"),
+    "is_deepspeed_enabled",
+    "is_fsdp_enabled",
+    "is_fsdp_xla_enabled",
     "is_distributed_loading_by_transformers",
 )
 
@@ -57,7 +59,7 @@ def _package() -> Any:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "modkit.integrations.transformers needs transformers 5 or later and accelerate. "
-            + install_extra("transformers"),
+            f"{install_extra('transformers')}",
             name=error.name,
         ) from error
 
@@ -71,30 +73,31 @@ class EMACallback(TrainerCallback):
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
     steps that a gradient scaler skips. (Fused optimizers skip them on the device, which on
-    accelerators is not seen: the Trainer and the average count them.) ``evaluate()`` and ``predict()``
-    see the average, in training and after it, and before the first update the training weights, which
-    are restored even after an error. To evaluate several averages, or the training weights too, use
-    :meth:`evaluating` and :meth:`evaluating_training_weights` around ``trainer.evaluate()``.
+    accelerators is not seen: the Trainer and the average count them.) ``evaluate()`` and
+    ``predict()`` see the average, in training and after it, and before the first update the
+    training weights, which are restored even after an error. To evaluate several averages, or the
+    training weights too, use :meth:`evaluating` and :meth:`evaluating_training_weights` around
+    ``trainer.evaluate()``.
 
     ``save`` chooses the model file of a checkpoint, which loads without this callback. ``ema.pt``
     beside it holds the averages, and the training weights if the model file does not.
     ``train(resume_from_checkpoint=...)`` resumes bitwise identically; a ``train()`` that does not
-    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the best
-    checkpoint.
+    resume starts averaging anew. After ``load_best_model_at_end`` the averages are those of the
+    best checkpoint.
 
     :meth:`attach` wraps the methods ``train``, ``evaluate``, ``predict``, ``evaluation_loop`` and
     ``save_model`` of one Trainer. Training with ``Trainer(callbacks=[EMACallback()])`` alone is
-    refused, because the events of a callback do not suffice. None comes before an evaluation, so the
-    average would have to be swapped in at ``on_step_end`` if ``control.should_evaluate``, and out at
-    ``on_evaluate``. Then, silently:
+    refused, because the events of a callback do not suffice. None comes before an evaluation, so
+    the average would have to be swapped in at ``on_step_end`` if ``control.should_evaluate``, and
+    out at ``on_evaluate``. Then, silently:
 
-    - An evaluation that raises, or Ctrl-C in it, has no ``on_evaluate``: the model keeps the average,
-      and ``save_model()`` saves it as the training weights.
-    - ``trainer.evaluate()``, ``predict()``, and an evaluation that a later callback requests, see the
-      training weights.
+    - An evaluation that raises, or Ctrl-C in it, has no ``on_evaluate``: the model keeps the
+      average, and ``save_model()`` saves it as the training weights.
+    - ``trainer.evaluate()``, ``predict()``, and an evaluation that a later callback requests, see
+      the training weights.
     - Of a dict of evaluation sets, only the first is evaluated on the average.
-    - No event comes before a checkpoint is saved, and none tells the folder that is resumed from, so
-      the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
+    - No event comes before a checkpoint is saved, and none tells the folder that is resumed from,
+      so the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
       average was the best.
 
     A model that FSDP or DeepSpeed shards is refused.
@@ -102,7 +105,8 @@ class EMACallback(TrainerCallback):
     Args:
         decay: Decay factor of one optimizer step, in [0, 1], by default 0.999. A list gives several
             averages, numbered by ``index`` from 0.
-        save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training weights.
+        save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training
+            weights.
         index: Index of the average to evaluate, to save, and to end with.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
@@ -110,10 +114,10 @@ class EMACallback(TrainerCallback):
             :class:`~modkit.averaging.callback.EMAOptions`.
 
     Raises:
-        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or an
-            option is unknown or of another type.
-        ValueError: If ``save`` or another option is invalid. Globs are compared with the names of the
-            model when training starts.
+        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or
+            an option is unknown or of another type.
+        ValueError: If ``save`` or another option is invalid. Globs are compared with the names of
+            the model when training starts.
         IndexError: If there is no average ``index``.
         RuntimeError: If torch does not know ``device``.
 
@@ -165,8 +169,8 @@ class EMACallback(TrainerCallback):
         """Average the model of a Trainer, from its next ``train()`` on.
 
         The callback is added to the Trainer's callbacks, unless it is one of them. Attaching to the
-        same Trainer again has no effect. ``trainer.remove_callback(callback)``, or attaching to another
-        Trainer, ends averaging; the averages stay in ``ema``.
+        same Trainer again has no effect. ``trainer.remove_callback(callback)``, or attaching to
+        another Trainer, ends averaging; the averages stay in ``ema``.
 
         Args:
             trainer: A ``transformers.Trainer``, or an instance of a class derived from it.
@@ -179,8 +183,9 @@ class EMACallback(TrainerCallback):
             ValueError: If the Trainer has another callback of this class.
         """
         if not isinstance(trainer, _hf.Trainer):
-            kind = type(trainer).__name__
-            raise TypeError(f"EMACallback.attach: {kind} is not a transformers.Trainer")
+            raise TypeError(
+                f"EMACallback.attach: {type(trainer).__name__} is not a transformers.Trainer"
+            )
         callbacks: list[Any] = trainer.callback_handler.callbacks
         if any(isinstance(other, EMACallback) and other is not self for other in callbacks):
             raise ValueError("EMACallback: the Trainer has one already; pass it a list of decays")
@@ -215,12 +220,12 @@ class EMACallback(TrainerCallback):
     def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
         """Evaluate an average for a ``with`` block, which the Trainer's evaluations then see.
 
-        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training, in a
-        callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so that one
-        validation has the metrics of several averages. Storage is exchanged, nothing is copied unless
-        dtype or device differ. Whatever ends the block, the weights and the mode of each module are as
-        before it. Before the first update the block sees the training weights. Checkpoints that are
-        saved inside are those of the callback's ``index``.
+        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training,
+        in a callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so
+        that one validation has the metrics of several averages. Storage is exchanged, nothing is
+        copied unless dtype or device differ. Whatever ends the block, the weights and the mode of
+        each module are as before it. Before the first update the block sees the training weights.
+        Checkpoints that are saved inside are those of the callback's ``index``.
 
         Args:
             index: Index of the average. Default: that of the callback.
@@ -234,8 +239,8 @@ class EMACallback(TrainerCallback):
             TypeError: If ``index`` is not an int.
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError: If there are no averages, because nothing was trained; at the end of the
-                block, if it has written to the weights or has replaced parameters. A block that raised
-                gets a note instead.
+                block, if it has written to the weights or has replaced parameters. A block that
+                raised gets a note instead.
 
         Example::
 
@@ -250,19 +255,19 @@ class EMACallback(TrainerCallback):
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also during an evaluation of an average.
+        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
 
-        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are those
-        that are saved outside.
+        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are
+        those that are saved outside.
 
         Returns:
             A context manager that yields the model in training.
 
         Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model has
-                lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: If there are no averages, because nothing was trained; at the end of a block
-                inside an evaluation, if it has written to the weights.
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
+                has lost an averaged tensor since. It is raised on entering the block.
+            RuntimeError: If there are no averages, because nothing was trained; at the end of a
+                block inside an evaluation, if it has written to the weights.
         """
         self._cast_for_evaluation(self.ema)
         return self._evaluation.block(self.ema, None)
@@ -271,7 +276,8 @@ class EMACallback(TrainerCallback):
         """Cast the model as the Trainer would inside the block, while an average is swapped in."""
         if ema is None:
             return
-        trainer, args = self._trainer, self._trainer.args
+        trainer = self._trainer
+        args = trainer.args
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
             trainer.model.to(dtype=dtype, device=args.device)
@@ -279,8 +285,8 @@ class EMACallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start averaging, or resume with the averages and training weights of a checkpoint.
 
-        The Trainer calls it, with the training arguments, its state and its control; a keyword of each
-        event is the ``model``, another one the ``optimizer``.
+        The Trainer calls it, with the training arguments, its state and its control; a keyword of
+        each event is the ``model``, another one the ``optimizer``.
 
         Raises:
             RuntimeError: If the callback is not attached to the Trainer that trains.
@@ -293,8 +299,8 @@ class EMACallback(TrainerCallback):
         """
         if not self._is_training:
             raise RuntimeError(
-                "EMACallback: not attached to the Trainer, which passes itself to no callback. Call "
-                "callback.attach(trainer) before train()"
+                "EMACallback: not attached to the Trainer, which passes itself to no callback. "
+                "Call callback.attach(trainer) before train()"
             )
 
         # The last training may have ended with the average in its model.
@@ -305,7 +311,8 @@ class EMACallback(TrainerCallback):
         check_optimizer("EMACallback", optimizer)
         ema = EMA(kwargs["model"], self._decay, **self._options)
 
-        folder, step = self._resumed, state.global_step
+        folder = self._resumed
+        step = state.global_step
         content = None if folder is None else _read(folder, step)
         if content is not None:
             # Both have to fit the model before either is loaded.
@@ -330,8 +337,8 @@ class EMACallback(TrainerCallback):
         The Trainer calls it, after it has loaded the best model.
 
         Raises:
-            ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or of a
-                later version.
+            ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or
+                of a later version.
             NameMismatchError: If those averages do not fit the model.
         """
         best = state.best_model_checkpoint if args.load_best_model_at_end else None
@@ -347,8 +354,11 @@ class EMACallback(TrainerCallback):
         if content is None:
             # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
-                message = "EMACallback: the best checkpoint holds no averages, so its training weights are used"
-                warnings.warn(message, stacklevel=3)
+                warnings.warn(
+                    "EMACallback: the best checkpoint holds no averages, so its training weights "
+                    "are used",
+                    stacklevel=3,
+                )
             return None
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
@@ -382,7 +392,7 @@ class EMACallback(TrainerCallback):
 
     @contextmanager
     def _averaged(self, *_: object, **__: object) -> Generator[None]:
-        """Swap the average in for an evaluation, unless a block of the user has chosen the weights."""
+        """Swap the average in for an evaluation, unless a block has chosen the weights."""
         model = self._trainer.model
         ema = self._averages_of(model)
         self._cast_for_evaluation(ema)
@@ -397,7 +407,8 @@ class EMACallback(TrainerCallback):
     ) -> Generator[None]:
         """Save what ``save`` says, and the state of the averages beside it in a checkpoint."""
         trainer = self._trainer
-        ema, step = self._averages_of(trainer.model), trainer.state.global_step
+        ema = self._averages_of(trainer.model)
+        step = trainer.state.global_step
         if ema is None:
             yield
             return
@@ -415,8 +426,12 @@ class EMACallback(TrainerCallback):
             if not trainer.args.save_only_model:
                 state = ema.state_dict()
                 raw = state.pop("raw", {})
-                content = {"ema": state, "raw": raw if is_average else {}}
-                content |= {"version": VERSION, "global_step": step}
+                content = {
+                    "ema": state,
+                    "raw": raw if is_average else {},
+                    "version": VERSION,
+                    "global_step": step,
+                }
                 folder = Path(output_dir)
                 # Each checkpoint has a folder of its own, which a killed process leaves for good.
                 for other in folder.parent.glob(f"{_hf.trainer_utils.PREFIX_CHECKPOINT_DIR}-*/"):
@@ -448,11 +463,13 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
 
     try:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
-        version, saved_step = content["version"], content["global_step"]
+        version = content["version"]
+        saved_step = content["global_step"]
     except Exception as error:
         message = (
-            f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are lost, "
-            "and the training weights too if its model is the average. Resume from another checkpoint."
+            f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are "
+            "lost, and the training weights too if its model is the average. Resume from another "
+            "checkpoint."
         )
         raise ValueError(shown(message)) from error
 

@@ -1,5 +1,6 @@
 """The networks of EfficientZero, and the blocks and heads that they are built from."""
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,14 +26,31 @@ DEFAULT_ACTIVATION: Final[nn.Module] = nn.ReLU(inplace=True)
 
 
 def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
-    """Check the normalization, and return the activation, or a new ReLU in place of the default."""
+    """Check the normalization, and return the activation.
+
+    Args:
+        norm_type: The argument of a network.
+        activation: The argument of a network; a new ReLU takes the place of ``DEFAULT_ACTIVATION``.
+
+    Raises:
+        AssertionError: If ``norm_type`` is neither "BN" nor "LN", in LightZero's words.
+    """
     if norm_type not in NORM_TYPES:
         raise AssertionError(f"norm_type must in {NORM_TYPES}")
     return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
 
 
 def renamed(owner: str, default: object, /, **names: Any) -> Any:
-    """Return the value of an argument that has an older and a newer name."""
+    """Return the value of an argument that has an older and a newer name.
+
+    Args:
+        owner: The class, with which the error begins.
+        default: Default of the older name; the newer one has None.
+        **names: The older name with its value, then the newer one.
+
+    Raises:
+        TypeError: If the argument is given under both names.
+    """
     (old, value), (new, alias) = names.items()
     if alias is None:
         return value
@@ -42,12 +60,21 @@ def renamed(owner: str, default: object, /, **names: Any) -> Any:
 
 
 def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
-    """Return how many times smaller downsampling makes an observation."""
+    """Return how many times smaller downsampling makes an observation.
+
+    Args:
+        owner: The network, whose class the error names.
+        observation_shape: Channels, height and width of an observation.
+
+    Raises:
+        NotImplementedError: If there is no downsampling for observations of this height.
+    """
     height = observation_shape[1]
     if height not in REDUCTIONS:
-        text = f"observation_shape={observation_shape!r} cannot be downsampled"
-        heights = f"the height has to be one of {list(REDUCTIONS)}"
-        raise NotImplementedError(f"{type(owner).__name__}: {text}; {heights}")
+        raise NotImplementedError(
+            f"{type(owner).__name__}: observation_shape={observation_shape!r} cannot be "
+            f"downsampled; the height has to be one of {list(REDUCTIONS)}"
+        )
     return REDUCTIONS[height]
 
 
@@ -73,7 +100,15 @@ def _convolution(
 
 
 class ResBlock(nn.Module):
-    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``."""
+    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``.
+
+    Args:
+        channels: Channels of the input.
+        out_channels: Channels of the output; those of the input if ``stride=1``.
+        activation: Module after the first convolution, and after the sum.
+        norm_type: "BN", or "LN" for a GroupNorm with one group.
+        stride: Of the first convolution and of the shortcut.
+    """
 
     _downsamples: Final[bool]
 
@@ -92,6 +127,7 @@ class ResBlock(nn.Module):
             self.conv3: nn.Sequential = nn.Sequential(conv)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map planes (batch, channels, height, width) to (batch, out_channels, ...)."""
         shortcut = self.conv3(x) if self._downsamples else x
         x = self.act(self.conv2(self.conv1(x)) + shortcut)
         return x  # noqa: RET504 - typed, without a cast that TorchScript would refuse
@@ -102,15 +138,37 @@ def _blocks(number: int, channels: int, *options: Any) -> nn.ModuleList:
 
 
 def _head(
-    widths: Sequence[int], sizes: tuple[int, int], activation: Any, norm_type: Any, zero: bool
+    widths: Sequence[int],
+    features: int,
+    logits: int,
+    *,
+    activation: nn.Module | None,
+    norm_type: str | None,
+    zero: bool,
 ) -> nn.Sequential:
-    """Make the layers from features to logits; as in LightZero, all have the first of ``widths``."""
+    """Make the layers that turn the features of a sample into logits.
+
+    Args:
+        widths: Hidden layers. As in LightZero, all are as wide as the first.
+        features: Number of features of a sample.
+        logits: Number of logits.
+        activation: Module after the norm of each hidden layer.
+        norm_type: "BN" or "LN".
+        zero: Whether the logits are zero at first. The same random numbers are drawn in either
+            case.
+
+    Raises:
+        IndexError: If there is no hidden layer.
+    """
     width = widths[0]
     layers: list[nn.Module] = []
-    for features in [sizes[0], *[width] * (len(widths) - 1)]:
+    for in_features in [features, *[width] * (len(widths) - 1)]:
         norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
-        layers += [nn.Linear(features, width), norm, *([] if activation is None else [activation])]
-    last = nn.Linear(width, sizes[1])
+        layers += [nn.Linear(in_features, width), norm]
+        if activation is not None:
+            layers.append(activation)
+
+    last = nn.Linear(width, logits)
     if zero:
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
@@ -118,16 +176,23 @@ def _head(
 
 
 def _check_features(owner: nn.Module, kind: str, features: object) -> None:
-    """Raise unless each sample fits the head ``kind``; LightZero reshapes, which may mix samples."""
+    """Raise RuntimeError unless each sample has as many features as the head ``kind`` takes.
+
+    LightZero reshapes the batch to rows of that size instead, which may mix samples.
+    """
     # While fx or torch.jit.trace records, the layer itself raises.
     if not isinstance(features, Tensor) or get_tracing_state():
         return
+
     name = f"flatten_output_size_for_{kind}_head"
-    size, planes = getattr(owner, name), features.shape[1:]
+    size = getattr(owner, name)
+    planes = features.shape[1:]
     if planes.numel() != size:
         shape = "x".join(map(str, planes))
-        got = f"{shape} = {planes.numel()} features a sample, but {name}={size}"
-        raise RuntimeError(f"{type(owner).__name__}: the head gets {got}")
+        raise RuntimeError(
+            f"{type(owner).__name__}: the head gets {shape} = {planes.numel()} features a sample, "
+            f"but {name}={size}"
+        )
 
 
 class DownSample(nn.Module):
@@ -136,7 +201,18 @@ class DownSample(nn.Module):
     Args:
         observation_shape: Channels, height and width; the height is 64, 84 or 96.
         out_channels: Channels of the result.
-        activation, norm_type: See :class:`EfficientZeroModel`.
+        activation: Activation of all layers; by default a new ReLU.
+        norm_type: "BN" or "LN".
+
+    Raises:
+        AssertionError: If ``norm_type`` is invalid.
+        NotImplementedError: If observations of this height cannot be downsampled.
+
+    Example:
+        >>> import torch
+        >>> from modkit.models import DownSample
+        >>> DownSample((4, 96, 96), 16)(torch.randn(2, 4, 96, 96)).shape
+        torch.Size([2, 16, 6, 6])
 
     Same as ``lzero.model.common.DownSample``, where calls fail for a height of 84.
     """
@@ -154,12 +230,15 @@ class DownSample(nn.Module):
         act = checked(norm_type, activation)
         self._pools_twice = reduction(self, observation_shape) == 16
         self.observation_shape = observation_shape
+
+        # Two strides and a pooling make planes 8 times smaller, and the second pooling 16 times.
         half = out_channels // 2
         self.conv1: nn.Conv2d = nn.Conv2d(
             observation_shape[0], half, 3, stride=2, padding=1, bias=False
         )
         halved = [length // 2 for length in observation_shape[-2:]]
         self.norm1: nn.Module = _norm_of_planes(norm_type, half, halved)
+
         self.resblocks1: nn.ModuleList = _blocks(1, half, act, norm_type)
         self.downsample_block: ResBlock = ResBlock(half, out_channels, act, norm_type, stride=2)
         self.resblocks2: nn.ModuleList = _blocks(1, out_channels, act, norm_type)
@@ -169,12 +248,22 @@ class DownSample(nn.Module):
         self.activation = act
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map observations (batch, channels, height, width) to smaller planes.
+
+        Args:
+            x: The observations.
+
+        Returns:
+            Planes (batch, out_channels, height, width), with height and width divided by 16 or 8.
+        """
         x = self.activation(self.norm1(self.conv1(x)))
         for block in self.resblocks1:
             x = block(x)
+
         x = self.downsample_block(x)
         for block in self.resblocks2:
             x = block(x)
+
         x = self.pooling1(x)
         for block in self.resblocks3:
             x = block(x)
@@ -184,26 +273,51 @@ class DownSample(nn.Module):
 
 
 class SimNorm(nn.Module):
-    """Softmax within groups of neighbors in the last dimension."""
+    """Softmax within groups of neighbors in the last dimension.
+
+    Args:
+        group_size: Size of a group, which must divide the last dimension.
+    """
 
     def __init__(self, group_size: int) -> None:
         super().__init__()
         self.group_size = group_size
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map a tensor to one of the same shape whose groups each sum to 1."""
         groups: Tensor = x.unflatten(-1, (-1, self.group_size))
         return groups.softmax(-1).flatten(-2)
 
     def extra_repr(self) -> str:
+        """Return the size of a group."""
         return f"group_size={self.group_size}"
 
 
 class RepresentationNetwork(nn.Module):
     """Turn observations into latent states.
 
-    Arguments as in :class:`EfficientZeroModel`. With ``use_sim_norm=True`` the network ends with a
-    softmax within groups of ``group_size`` neighbors, which must divide the width of the latent state.
-    ``embedding_dim`` has no effect, as in LightZero.
+    Args:
+        observation_shape: Channels, height and width of an observation.
+        num_res_blocks: Number of residual blocks.
+        num_channels: Channels of the latent state.
+        downsample: If True, begin with :class:`DownSample`; otherwise height and width stay.
+        activation: Activation of all layers; by default a new ReLU.
+        norm_type: "BN" or "LN".
+        embedding_dim: No effect, as in LightZero.
+        group_size: Size of a group for ``use_sim_norm``, which must divide the width of the latent
+            state.
+        use_sim_norm: If True, end with a softmax within groups of neighbors.
+
+    Raises:
+        AssertionError: If ``norm_type`` is invalid.
+        NotImplementedError: If observations of this height cannot be downsampled.
+
+    Example:
+        >>> import torch
+        >>> from modkit.models import RepresentationNetwork
+        >>> network = RepresentationNetwork((3, 6, 7), num_channels=16, downsample=False)
+        >>> network(torch.randn(2, 3, 6, 7)).shape
+        torch.Size([2, 16, 6, 7])
 
     Same as ``lzero.model.common.RepresentationNetwork``.
     """
@@ -235,6 +349,7 @@ class RepresentationNetwork(nn.Module):
                 observation_shape[0], num_channels, 3, padding=1, bias=False
             )
             self.norm: nn.Module = _norm_of_planes(norm_type, num_channels, observation_shape)
+
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.activation = act
         self.embedding_dim = embedding_dim
@@ -243,6 +358,14 @@ class RepresentationNetwork(nn.Module):
             self.sim_norm: SimNorm = SimNorm(group_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Map observations (batch, channels, height, width) to latent states.
+
+        Args:
+            x: The observations.
+
+        Returns:
+            Latent states (batch, num_channels, height, width), smaller if ``downsample``.
+        """
         if self.downsample:  # noqa: SIM108 - TorchScript compiles only the branch that is taken
             x = self.downsample_net(x)
         else:
@@ -257,11 +380,51 @@ class RepresentationNetwork(nn.Module):
 class PredictionNetwork(nn.Module):
     """Predict the policy and the value of a latent state.
 
-    Arguments as in :class:`EfficientZeroModel`. ``flatten_output_size_for_value_head`` is
-    ``value_head_channels`` times height times width of the latent state; likewise for the policy. Only
-    LayerNorm reads ``observation_shape``, 16 times larger than the latent state if ``downsample``.
+    Args:
+        observation_shape: Channels, height and width of an observation; used for LayerNorm only.
+        action_space_size: Number of actions.
+        num_res_blocks: Number of residual blocks.
+        num_channels: Channels of the latent state.
+        value_head_channels: Channels before the head of the value.
+        policy_head_channels: Channels before the head of the policy.
+        fc_value_layers: Hidden layers of the value: one for each element, all as wide as the first.
+        fc_policy_layers: Hidden layers of the policy, in the same way.
+        output_support_size: Number of logits of the value.
+        flatten_output_size_for_value_head: ``value_head_channels`` * height * width of the latent
+            state.
+        flatten_output_size_for_policy_head: ``policy_head_channels`` * height * width of the latent
+            state.
+        downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
+        last_linear_layer_init_zero: If True, policy and value are zero at first.
+        activation: Activation of all layers; by default a new ReLU.
+        norm_type: "BN" or "LN".
 
-    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with downsampling.
+    Raises:
+        AssertionError: If ``norm_type`` is invalid.
+        IndexError: If a head has no hidden layer.
+
+    Example:
+        >>> import torch
+        >>> from modkit.models import PredictionNetwork
+        >>> network = PredictionNetwork(
+        ...     observation_shape=(3, 6, 7),
+        ...     action_space_size=7,
+        ...     num_res_blocks=1,
+        ...     num_channels=16,
+        ...     value_head_channels=2,
+        ...     policy_head_channels=2,
+        ...     fc_value_layers=[32],
+        ...     fc_policy_layers=[32],
+        ...     output_support_size=21,
+        ...     flatten_output_size_for_value_head=2 * 6 * 7,
+        ...     flatten_output_size_for_policy_head=2 * 6 * 7,
+        ... )
+        >>> policy, value = network(torch.randn(2, 16, 6, 7))
+        >>> policy.shape, value.shape
+        (torch.Size([2, 7]), torch.Size([2, 21]))
+
+    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with
+    downsampling.
     """
 
     def __init__(
@@ -283,30 +446,46 @@ class PredictionNetwork(nn.Module):
         norm_type: str | None = "BN",
     ) -> None:
         super().__init__()
-        act, shape = checked(norm_type, activation), observation_shape
+        act = checked(norm_type, activation)
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
         self.conv1x1_value: nn.Conv2d = nn.Conv2d(num_channels, value_head_channels, 1)
         self.conv1x1_policy: nn.Conv2d = nn.Conv2d(num_channels, policy_head_channels, 1)
-        self.norm_value: nn.Module = _norm_of_planes(
-            norm_type, value_head_channels, shape, downsample
+        norm = functools.partial(
+            _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
         )
-        self.norm_policy: nn.Module = _norm_of_planes(
-            norm_type, policy_head_channels, shape, downsample
-        )
+        self.norm_value: nn.Module = norm(value_head_channels)
+        self.norm_policy: nn.Module = norm(policy_head_channels)
+
         self.flatten_output_size_for_value_head = flatten_output_size_for_value_head
         self.flatten_output_size_for_policy_head = flatten_output_size_for_policy_head
         self.activation = act
-        options = act, norm_type, last_linear_layer_init_zero
-        sizes = flatten_output_size_for_value_head, output_support_size
-        self.fc_value: nn.Sequential = _head(fc_value_layers, sizes, *options)
-        sizes = flatten_output_size_for_policy_head, action_space_size
-        self.fc_policy: nn.Sequential = _head(fc_policy_layers, sizes, *options)
+        head = functools.partial(
+            _head, activation=act, norm_type=norm_type, zero=last_linear_layer_init_zero
+        )
+        self.fc_value: nn.Sequential = head(
+            fc_value_layers, flatten_output_size_for_value_head, output_support_size
+        )
+        self.fc_policy: nn.Sequential = head(
+            fc_policy_layers, flatten_output_size_for_policy_head, action_space_size
+        )
 
     def forward(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Map latent states to the logits of the policy and of the value, in this order."""
+        """Map latent states to the logits of the policy and of the value.
+
+        Args:
+            latent_state: Latent states, (batch, num_channels, height, width).
+
+        Returns:
+            Logits of the policy, (batch, action_space_size), and of the value, (batch,
+            output_support_size).
+
+        Raises:
+            RuntimeError: If the size of the latent state is not that of the heads.
+        """
         x = latent_state
         for block in self.resblocks:
             x = block(x)
+
         value = self.activation(self.norm_value(self.conv1x1_value(x)))
         policy = self.activation(self.norm_policy(self.conv1x1_policy(x)))
         if not is_scripting():
@@ -323,21 +502,28 @@ class DynamicsNetwork(nn.Module):
     Args:
         observation_shape: Channels, height and width of an observation; used for LayerNorm only.
         action_encoding_dim: Number of input channels that hold the action; they come last.
+        num_res_blocks: Number of residual blocks.
         num_channels: Channels of the input: those of the latent state and those of the action.
+        reward_head_channels: Channels before the head of the value prefix.
+        fc_reward_layers: Hidden layers of that head: one for each element, all as wide as the
+            first.
         output_support_size: Number of logits of the value prefix.
-        flatten_output_size_for_reward_head: ``reward_head_channels`` * height * width of the planes.
+        flatten_output_size_for_reward_head: ``reward_head_channels`` * height * width of the
+            planes.
         downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
+        lstm_hidden_size: Size of the hidden states.
+        last_linear_layer_init_zero: If True, the value prefix is zero at first.
+        activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN". Residual blocks have BatchNorm in either case.
+        reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
         flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` in
             LightZero 0.2.
 
-    The other arguments are those of :class:`EfficientZeroModel`.
-
     Raises:
-        AssertionError: ``norm_type`` is invalid, or ``num_channels <= action_encoding_dim``.
-        ValueError: ``action_encoding_dim`` is less than 1.
-        IndexError: ``fc_reward_layers`` is empty.
-        TypeError: An argument is given under both of its names.
+        AssertionError: If ``norm_type`` is invalid, or ``num_channels <= action_encoding_dim``.
+        ValueError: If ``action_encoding_dim`` is less than 1.
+        IndexError: If ``fc_reward_layers`` is empty.
+        TypeError: If an argument is given under both of its names.
 
     Example:
         >>> import torch
@@ -347,7 +533,8 @@ class DynamicsNetwork(nn.Module):
         >>> latent.shape, h.shape, value_prefix.shape
         (torch.Size([3, 62, 4, 4]), torch.Size([1, 3, 512]), torch.Size([3, 601]))
 
-    Same as ``lzero.model.efficientzero_model.DynamicsNetwork``; ``docs/models.md`` lists the differences.
+    Same as ``lzero.model.efficientzero_model.DynamicsNetwork``; ``docs/models.md`` lists the
+    differences.
     """
 
     def __init__(
@@ -370,61 +557,84 @@ class DynamicsNetwork(nn.Module):
         flatten_input_size_for_reward_head: int | None = None,
     ) -> None:
         super().__init__()
-        act, name = checked(norm_type, activation), type(self).__name__
+        act = checked(norm_type, activation)
         hidden: Sequence[int] = renamed(
-            *(name, ONE_HIDDEN_LAYER),
+            type(self).__name__,
+            ONE_HIDDEN_LAYER,
             fc_reward_layers=fc_reward_layers,
             reward_head_hidden_channels=reward_head_hidden_channels,
         )
         features: int = renamed(
-            *(name, 64),
+            type(self).__name__,
+            64,
             flatten_output_size_for_reward_head=flatten_output_size_for_reward_head,
             flatten_input_size_for_reward_head=flatten_input_size_for_reward_head,
         )
-        planes, channels = action_encoding_dim, num_channels - action_encoding_dim
-        if channels <= 0:
-            raise AssertionError(f"num_channels:{num_channels} <= action_encoding_dim:{planes}")
-        if planes < 1:
-            raise ValueError(f"{name}: action_encoding_dim={planes} is less than 1")
-        shape = observation_shape
+        channels = self._latent_channels(num_channels, action_encoding_dim)
+
         self.action_encoding_dim: int = action_encoding_dim
         self.num_channels = num_channels
         self.flatten_output_size_for_reward_head = features
         self.lstm_hidden_size = lstm_hidden_size
+
         # The order decides the random numbers of the weights, and the keys in a checkpoint.
         self.activation = act
         self.conv: nn.Conv2d = nn.Conv2d(num_channels, channels, 3, padding=1, bias=False)
-        self.norm_common: nn.Module = _norm_of_planes(norm_type, channels, shape, downsample)
+        norm = functools.partial(
+            _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
+        )
+        self.norm_common: nn.Module = norm(channels)
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, channels, act, "BN")
         self.conv1x1_reward: nn.Conv2d = nn.Conv2d(channels, reward_head_channels, 1)
-        self.norm_reward: nn.Module = _norm_of_planes(
-            norm_type, reward_head_channels, shape, downsample
-        )
+        self.norm_reward: nn.Module = norm(reward_head_channels)
         self.lstm: nn.LSTM = nn.LSTM(features, lstm_hidden_size)
         self.norm_value_prefix: nn.BatchNorm1d = nn.BatchNorm1d(lstm_hidden_size)
-        sizes = lstm_hidden_size, output_support_size
         self.fc_reward_head: nn.Sequential = _head(
-            hidden, sizes, act, norm_type, last_linear_layer_init_zero
+            hidden,
+            lstm_hidden_size,
+            output_support_size,
+            activation=act,
+            norm_type=norm_type,
+            zero=last_linear_layer_init_zero,
         )
+
+    def _latent_channels(self, num_channels: int, action_encoding_dim: int) -> int:
+        """Return the channels of the latent state; raise unless it and the action have some."""
+        if num_channels <= action_encoding_dim:
+            # In LightZero's words.
+            raise AssertionError(
+                f"num_channels:{num_channels} <= action_encoding_dim:{action_encoding_dim}"
+            )
+        if action_encoding_dim < 1:
+            raise ValueError(
+                f"{type(self).__name__}: action_encoding_dim={action_encoding_dim} is less than 1"
+            )
+        return num_channels - action_encoding_dim
 
     def forward(
         self, state_action_encoding: Tensor, reward_hidden_state: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Return the next latent states, the next h and c, and the logits of the value prefix.
+        """Predict what an action leads to.
 
         Args:
-            state_action_encoding: Latent states and planes of actions, (batch, channels, height, width).
+            state_action_encoding: Latent states and planes of actions, (batch, channels, height,
+                width).
             reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
 
+        Returns:
+            The next latent states, (batch, num_channels - action_encoding_dim, height, width); the
+            next h and c; and the logits of the value prefix, (batch, output_support_size).
+
         Raises:
-            RuntimeError: A shape does not fit.
-            ValueError: The network is in training mode and the batch is a single sample.
+            RuntimeError: If a shape does not fit.
+            ValueError: If the network is in training mode and the batch is a single sample.
         """
         state_encoding = state_action_encoding[:, : -self.action_encoding_dim, :, :]
         x = self.activation(self.norm_common(self.conv(state_action_encoding)) + state_encoding)
         for block in self.resblocks:
             x = block(x)
         next_latent_state = x
+
         x = self.activation(self.norm_reward(self.conv1x1_reward(x)))
         if not is_scripting():
             _check_features(self, "reward", x)
@@ -436,6 +646,7 @@ class DynamicsNetwork(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        # Blocks that early versions of LightZero created and never called.
         unused = prefix + "reward_resblocks."
         for key in [key for key in state_dict if key.startswith(unused)]:
             del state_dict[key]
@@ -445,9 +656,13 @@ class DynamicsNetwork(nn.Module):
         """Return the mean absolute weight of the first convolution and the residual blocks.
 
         A parameter of the activation counts in each block, as in LightZero: the blocks share it.
+
+        Returns:
+            The mean over all elements, computed in double precision.
         """
-        in_blocks = [tensor for block in self.resblocks for tensor in block.parameters()]
-        tensors = [self.conv.weight, *in_blocks]
+        tensors = [self.conv.weight]
+        for block in self.resblocks:
+            tensors += block.parameters()
         total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
         return float(total) / sum(tensor.numel() for tensor in tensors)
 
@@ -455,6 +670,10 @@ class DynamicsNetwork(nn.Module):
         """Return the weights of the reward head as one vector, and the mean of their absolutes.
 
         The LSTM is not part of it. LightZero's method raises AttributeError.
+
+        Returns:
+            The weights of the 1x1 convolution and all parameters of the head, one-dimensional, in
+            host memory; and the mean of their absolute values.
         """
         tensors = [self.conv1x1_reward.weight, *self.fc_reward_head.parameters()]
         weights = torch.cat([tensor.detach().flatten() for tensor in tensors])

@@ -1,9 +1,8 @@
 """EfficientZero's model as in LightZero: three networks and the two inference steps of a search."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +18,18 @@ from modkit.models._networks import (
     reduction,
     renamed,
 )
+
+
+# Of a head its channels, and its hidden layers under the older and the newer name.
+_Head: TypeAlias = tuple[int, Sequence[int], Sequence[int] | None]
+
+
+def _hidden_layers(kind: str, head: _Head) -> Sequence[int]:
+    """Return the hidden layers of a head, under whichever name they were given."""
+    _, layers, newer_layers = head
+    names = {f"fc_{kind}_layers": layers, f"{kind}_head_hidden_channels": newer_layers}
+    hidden: Sequence[int] = renamed("EfficientZeroModel", ONE_HIDDEN_LAYER, **names)
+    return hidden
 
 
 @dataclass
@@ -47,34 +58,44 @@ class EfficientZeroModel(nn.Module):
     LightZero's class.
 
     Args:
-        observation_shape: Channels, height and width of an observation; an integer n means (1, n, 1).
+        observation_shape: Channels, height and width of an observation; an integer n means (1, n,
+            1).
         action_space_size: Number of actions.
         lstm_hidden_size: Size of the hidden states.
         num_res_blocks: Number of residual blocks in each of the three networks.
         num_channels: Channels of the latent state.
-        reward_head_channels, value_head_channels, policy_head_channels: Channels before each head.
-        fc_reward_layers, fc_value_layers, fc_policy_layers: Hidden layers of each head: one for each
-            element, all as wide as the first.
-        reward_support_size, value_support_size: Number of logits of the value prefix and the value.
-        proj_hid, proj_out: Width of the projection's hidden layers, and its output features.
-        pred_hid, pred_out: Width of the hidden layer of the head after it, and its output features.
+        reward_head_channels: Channels before the head of the value prefix.
+        value_head_channels: Channels before the head of the value.
+        policy_head_channels: Channels before the head of the policy.
+        fc_reward_layers: Hidden layers of the value prefix: one for each element, all as wide as
+            the first.
+        fc_value_layers: Hidden layers of the value, in the same way.
+        fc_policy_layers: Hidden layers of the policy, in the same way.
+        reward_support_size: Number of logits of the value prefix.
+        value_support_size: Number of logits of the value.
+        proj_hid: Width of the projection's hidden layers.
+        proj_out: Number of features of the projection.
+        pred_hid: Width of the hidden layer of the head after the projection.
+        pred_out: Number of features of that head.
         self_supervised_learning_loss: If True, the model has a projection.
         categorical_distribution: If False, the value and the value prefix are single numbers.
         last_linear_layer_init_zero: If True, policy, value and value prefix are zero at first.
         state_norm: If True, each latent state is scaled to lie between 0 and 1.
-        downsample: If True, begin with :class:`DownSample`, as large images require.
+        downsample: If True, begin with :class:`DownSample`, as large images require: without it, a
+            model for images of 96x96 pixels has 900 million parameters.
         activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN".
         discrete_action_encoding_type: "one_hot" for one plane per action, or "not_one_hot".
-        reward_head_hidden_channels, value_head_hidden_channels, policy_head_hidden_channels: Names of
-            ``fc_reward_layers``, ``fc_value_layers`` and ``fc_policy_layers`` in LightZero 0.2.
+        reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
+        value_head_hidden_channels: Name of ``fc_value_layers`` in LightZero 0.2.
+        policy_head_hidden_channels: Name of ``fc_policy_layers`` in LightZero 0.2.
         **kwargs: No effect: LightZero passes the whole section of a configuration.
 
     Raises:
-        AssertionError: ``norm_type`` or ``discrete_action_encoding_type`` is invalid.
-        NotImplementedError: Observations of this height cannot be downsampled.
-        IndexError: A head has no hidden layer.
-        TypeError: An argument is given under both of its names.
+        AssertionError: If ``norm_type`` or ``discrete_action_encoding_type`` is invalid.
+        NotImplementedError: If observations of this height cannot be downsampled.
+        IndexError: If a head has no hidden layer.
+        TypeError: If an argument is given under both of its names.
 
     Example:
         >>> import torch
@@ -121,13 +142,13 @@ class EfficientZeroModel(nn.Module):
         **kwargs: Any,
     ) -> None:
         super().__init__()
-        encoding = discrete_action_encoding_type
-        if encoding not in ("one_hot", "not_one_hot"):
-            raise AssertionError(encoding)
+        if discrete_action_encoding_type not in ("one_hot", "not_one_hot"):
+            raise AssertionError(discrete_action_encoding_type)
+
         self.reward_support_size: int = reward_support_size if categorical_distribution else 1
         self.value_support_size: int = value_support_size if categorical_distribution else 1
         self.action_space_size = action_space_size
-        self.discrete_action_encoding_type = encoding
+        self.discrete_action_encoding_type = discrete_action_encoding_type
         self.lstm_hidden_size = lstm_hidden_size
         self.proj_hid = proj_hid
         self.proj_out = proj_out
@@ -139,77 +160,116 @@ class EfficientZeroModel(nn.Module):
         self.self_supervised_learning_loss = self_supervised_learning_loss
         self.norm_type = norm_type
         self.activation: nn.Module | None = checked(norm_type, activation)
-        heads = (
-            ("reward", fc_reward_layers, reward_head_hidden_channels),
-            ("value", fc_value_layers, value_head_hidden_channels),
-            ("policy", fc_policy_layers, policy_head_hidden_channels),
-        )
-        channels = reward_head_channels, value_head_channels, policy_head_channels
-        self._add_networks(observation_shape, num_res_blocks, num_channels, channels, heads)
+
+        heads: dict[str, _Head] = {
+            "reward": (reward_head_channels, fc_reward_layers, reward_head_hidden_channels),
+            "value": (value_head_channels, fc_value_layers, value_head_hidden_channels),
+            "policy": (policy_head_channels, fc_policy_layers, policy_head_hidden_channels),
+        }
+        self._add_networks(observation_shape, num_res_blocks, num_channels, heads)
 
     def _add_networks(
-        self, given: Any, num_res_blocks: int, num_channels: int, planes: Any, heads: Any
+        self,
+        observation_shape: int | Sequence[int],
+        num_res_blocks: int,
+        num_channels: int,
+        heads: dict[str, _Head],
     ) -> None:
         """Add the networks, in the order of the random numbers of their weights."""
         one_hot = self.discrete_action_encoding_type == "one_hot"
         self.action_encoding_dim: int = self.action_space_size if one_hot else 1
-        shape: Sequence[int] = [given] if isinstance(given, int) else given
+        shape = [observation_shape] if isinstance(observation_shape, int) else observation_shape
+        # A vector of n numbers is an image of n rows and one column.
         shape = [1, shape[0], 1] if len(shape) == 1 else shape
         factor = reduction(self, shape) if self.downsample else 1
         # LightZero's heads divide the observation's size by 16, which is wrong if it is 64 high.
         latent = [num_channels, -(-shape[1] // factor), -(-shape[2] // factor)]
         cells = latent[1] * latent[2]
-        reward_layers, value_layers, policy_layers = (
-            renamed(
-                *("EfficientZeroModel", ONE_HIDDEN_LAYER),
-                **{f"fc_{kind}_layers": layers, f"{kind}_head_hidden_channels": alias},
-            )
-            for kind, layers, alias in heads
-        )
-        reward, value, policy = planes
+
+        channels = {kind: head[0] for kind, head in heads.items()}
+        hidden = {kind: _hidden_layers(kind, head) for kind, head in heads.items()}
+
         common: dict[str, Any] = {"activation": self.activation, "norm_type": self.norm_type}
         self.representation_network: RepresentationNetwork = RepresentationNetwork(
-            shape, num_res_blocks, num_channels, self.downsample, **common
+            observation_shape=shape,
+            num_res_blocks=num_res_blocks,
+            num_channels=num_channels,
+            downsample=self.downsample,
+            **common,
         )
         common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
         self.dynamics_network: DynamicsNetwork = DynamicsNetwork(
-            *(latent, self.action_encoding_dim, num_res_blocks),
-            *(num_channels + self.action_encoding_dim, reward, reward_layers),
-            *(self.reward_support_size, reward * cells),
+            observation_shape=latent,
+            action_encoding_dim=self.action_encoding_dim,
+            num_res_blocks=num_res_blocks,
+            num_channels=num_channels + self.action_encoding_dim,
+            reward_head_channels=channels["reward"],
+            fc_reward_layers=hidden["reward"],
+            output_support_size=self.reward_support_size,
+            flatten_output_size_for_reward_head=channels["reward"] * cells,
             lstm_hidden_size=self.lstm_hidden_size,
             **common,
         )
         self.prediction_network: PredictionNetwork = PredictionNetwork(
-            *(latent, self.action_space_size, num_res_blocks, num_channels, value, policy),
-            *(value_layers, policy_layers, self.value_support_size, value * cells, policy * cells),
+            observation_shape=latent,
+            action_space_size=self.action_space_size,
+            num_res_blocks=num_res_blocks,
+            num_channels=num_channels,
+            value_head_channels=channels["value"],
+            policy_head_channels=channels["policy"],
+            fc_value_layers=hidden["value"],
+            fc_policy_layers=hidden["policy"],
+            output_support_size=self.value_support_size,
+            flatten_output_size_for_value_head=channels["value"] * cells,
+            flatten_output_size_for_policy_head=channels["policy"] * cells,
             **common,
         )
+
         self.projection_input_dim: int = num_channels * cells
         if self.self_supervised_learning_loss:
-            # The loss compares latent states by it. Its norms are BatchNorm.
-            widths = self.projection_input_dim, self.proj_hid, self.proj_hid, self.proj_out
-            layers = [self._layer(*pair) for pair in itertools.pairwise(widths)]
-            self.projection: nn.Sequential = nn.Sequential(*layers[0], *layers[1], *layers[2][:2])
-            layer = self._layer(self.proj_out, self.pred_hid)
-            self.prediction_head: nn.Sequential = nn.Sequential(
-                *layer, nn.Linear(self.pred_hid, self.pred_out)
-            )
+            self._add_projection()
+
+    def _add_projection(self) -> None:
+        """Add the layers by which the self-supervised loss compares latent states.
+
+        Their norms are BatchNorm, whatever ``norm_type`` is, as in LightZero.
+        """
+        self.projection: nn.Sequential = nn.Sequential(
+            *self._layer(self.projection_input_dim, self.proj_hid),
+            *self._layer(self.proj_hid, self.proj_hid),
+            nn.Linear(self.proj_hid, self.proj_out),
+            nn.BatchNorm1d(self.proj_out),
+        )
+        self.prediction_head: nn.Sequential = nn.Sequential(
+            *self._layer(self.proj_out, self.pred_hid),
+            nn.Linear(self.pred_hid, self.pred_out),
+        )
 
     def _layer(self, in_features: int, out_features: int) -> list[nn.Module]:
         activation = [] if self.activation is None else [self.activation]
         return [nn.Linear(in_features, out_features), nn.BatchNorm1d(out_features), *activation]
 
     def initial_inference(self, obs: Tensor) -> EZNetworkOutput:
-        """Represent observations (batch, channels, height, width), and predict policy and value.
+        """Represent observations, and predict policy and value: the root of a search.
 
-        The value prefix and the hidden states of the result are zero.
+        Args:
+            obs: Observations, (batch, channels, height, width).
+
+        Returns:
+            The predictions. The value prefix and the hidden states are zero.
         """
         latent_state = self._normalized(self.representation_network(obs))
         policy_logits, value = self.prediction_network(latent_state)
         shape = (1, obs.shape[0], self.lstm_hidden_size)
         # LightZero's zeros are always float32, which a network in another precision refuses.
         hidden = (latent_state.new_zeros(shape), latent_state.new_zeros(shape))
-        return EZNetworkOutput(value, [0.0] * obs.shape[0], policy_logits, latent_state, hidden)
+        return EZNetworkOutput(
+            value=value,
+            value_prefix=[0.0] * obs.shape[0],
+            policy_logits=policy_logits,
+            latent_state=latent_state,
+            reward_hidden_state=hidden,
+        )
 
     def recurrent_inference(
         self,
@@ -224,8 +284,11 @@ class EfficientZeroModel(nn.Module):
             reward_hidden_state: h and c, each (1, batch, lstm_hidden_size); None for zeros.
             action: Index of an action for each latent state, (batch,) or (batch, 1).
 
+        Returns:
+            The predictions, with the next latent states and hidden states.
+
         Raises:
-            RuntimeError: An index is out of range, or a shape does not fit.
+            RuntimeError: If an index is out of range, or a shape does not fit.
         """
         action = action.reshape(-1, 1)
         if self.discrete_action_encoding_type == "one_hot":
@@ -234,20 +297,35 @@ class EfficientZeroModel(nn.Module):
         else:
             # The quotient of integers has the default precision, as in LightZero.
             encoded = (action / self.action_space_size).to(latent_state.dtype)
+
         batch, _, height, width = latent_state.shape
         planes = encoded.unsqueeze(2).unsqueeze(3).expand(batch, -1, height, width)
         inputs = torch.cat([latent_state, planes], 1)
+
         state, hidden, value_prefix = self.dynamics_network(inputs, reward_hidden_state)
         state = self._normalized(state)
         policy_logits, value = self.prediction_network(state)
-        return EZNetworkOutput(value, value_prefix, policy_logits, state, hidden)
+        return EZNetworkOutput(
+            value=value,
+            value_prefix=value_prefix,
+            policy_logits=policy_logits,
+            latent_state=state,
+            reward_hidden_state=hidden,
+        )
 
     def project(self, latent_state: Tensor, with_grad: bool = True) -> Tensor:
         """Project latent states to the features that the self-supervised loss compares.
 
-        With ``with_grad`` the features pass the head after the projection, (batch, pred_out);
-        otherwise they are those of the projection, (batch, proj_out), without gradient. A model
-        made without ``self_supervised_learning_loss`` raises AttributeError.
+        Args:
+            latent_state: Latent states, (batch, num_channels, height, width).
+            with_grad: True for the online branch, through the head after the projection; False for
+                the target, which is the projection alone, without gradient.
+
+        Returns:
+            Features, (batch, pred_out) or (batch, proj_out).
+
+        Raises:
+            AttributeError: If the model was created with ``self_supervised_learning_loss=False``.
         """
         features: Tensor = self.projection(latent_state.flatten(1))
         return cast("Tensor", self.prediction_head(features)) if with_grad else features.detach()
@@ -257,6 +335,7 @@ class EfficientZeroModel(nn.Module):
         if not self.state_norm:
             return latent_state
         flat = latent_state.flatten(1)
-        lowest, highest = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+        lowest = flat.amin(1, keepdim=True)
+        highest = flat.amax(1, keepdim=True)
         scaled = (flat - lowest) / (highest - lowest).clamp(min=1e-8)
         return scaled.reshape(latent_state.shape)

@@ -11,7 +11,7 @@ from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
 from modkit._upstream import never_compiled
-from modkit.averaging.averages import Average, flat_buffers, has_own_memory
+from modkit.averaging.averages import Average, flat_buffers, has_flat_buffers, has_own_memory
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group
 from modkit.averaging.interrupts import uninterrupted
@@ -42,41 +42,42 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         device: Device of the average. Default: that of the model.
         avg_fn: Returns the new average from the averaged tensor, the model's tensor and the number
             of models averaged so far. Default: the equal average.
-        multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of ``avg_fn``.
+        multi_avg_fn: Averages lists of tensors of one device and dtype in place, instead of
+            ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training.
 
-    modkit: Tensors are paired by name, and a model that does not match is refused before anything is
-    written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``, and so
-    are buffers whose shape has changed. An update does not synchronize with an accelerator, except
-    with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in host memory.
-    The model may be lazy, may have another dtype than the average, and may hold results of autograd or
-    its own average. With the averaging functions of this module, an average can be pickled. On CPU,
-    small averages share memory, so their storages cannot be resized. ``AveragedModel[Net].module`` is
-    a ``Net``.
+    modkit: Tensors are paired by name, and a model that does not match is refused before anything
+    is written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``,
+    and so are buffers whose shape has changed. An update does not synchronize with an accelerator,
+    except with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in
+    host memory. The model may be lazy, may have another dtype than the average, and may hold
+    results of autograd or its own average. With the averaging functions of this module, an average
+    can be pickled. On CPU, small averages share memory, so their storages cannot be resized.
+    ``AveragedModel[Net].module`` is a ``Net``.
 
     Keyword Args:
         precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays
             close to 1. ``"fp32"`` and ``"fp64"`` keep the average in at least that precision; an
-            update after it was cast to fewer bits is refused. ``"stochastic"`` rounds stochastically;
-            ``"compensated"`` keeps low-order error terms in the child module ``compensation``. The
-            averaged model computes in the dtype of the average.
+            update after it was cast to fewer bits is refused. ``"stochastic"`` rounds
+            stochastically; ``"compensated"`` keeps low-order error terms in the child module
+            ``compensation``. The averaged model computes in the dtype of the average.
         on_nonfinite: ``"ignore"`` averages infinite and NaN weights, ``"skip"`` skips the update,
             ``"raise"`` raises. A skipped update counts only if ``n_averaged`` is in host memory and
             the model on an accelerator.
-        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from globs
-            of names to one of the three, instead of ``use_buffers``.
+        buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
+            globs of names to one of the three, instead of ``use_buffers``.
         include: Globs of names, or a predicate: parameters to average. The others are copied.
         exclude: Globs of names, or a predicate: parameters to copy.
         trainable_only: Average only parameters that require gradients now, and copy the others.
         seed: Seed for stochastic rounding.
 
     Raises:
-        AssertionError: If both averaging functions are given, as in torch; or if the model is sharded,
-            which torch refuses to copy.
-        ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the precision
-            does not work with the averaging function, or a glob other than ``"*"`` matches no name;
-            for a lazy model the first update checks the globs.
+        AssertionError: If both averaging functions are given, as in torch; or if the model is
+            sharded, which torch refuses to copy.
+        ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the
+            precision does not work with the averaging function, or a glob other than ``"*"``
+            matches no name; for a lazy model the first update checks the globs.
         TypeError: If ``device`` is not a device, such as an averaging function in its place.
 
     Attributes:
@@ -125,8 +126,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         # Torch's class is a base only for ``isinstance``: its own initialization is not used.
         super(_TorchAveragedModel, self).__init__()
         if avg_fn is not None and multi_avg_fn is not None:
-            message = "Only one of avg_fn and multi_avg_fn should be provided"
-            raise AssertionError(message)
+            raise AssertionError("Only one of avg_fn and multi_avg_fn should be provided")
         if use_buffers and buffers is not None:
             raise ValueError(
                 f"AveragedModel: give use_buffers or buffers, not both: got True and {buffers!r}"
@@ -143,15 +143,15 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             owner="AveragedModel",
         )
         options.check_globs(model)
-        parameters = NamedTensors(model).parameters.items() if trainable_only else ()
-        frozen = frozenset(name for name, one in parameters if not one.tensor.requires_grad)
+
+        frozen = _frozen_names(model) if trainable_only else frozenset[str]()
         self._runtime = _Runtime(options, frozen)
         self._device = device
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
-        is_own = isinstance(self._rule(), UserFunction)
-        if precision in {"stochastic", "compensated"} and is_own:
+        has_function = isinstance(self._rule(), UserFunction)
+        if precision in {"stochastic", "compensated"} and has_function:
             raise ValueError(
                 f"AveragedModel: precision={precision!r} works with get_ema_multi_avg_fn(), "
                 "get_swa_multi_avg_fn() or no averaging function"
@@ -161,19 +161,25 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             self.module = self._copy_of(model)
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
             if precision == "compensated":
-                self.compensation = Module()
-                named = NamedTensors(self.module)
-                members = {} if named.has_lazy() else named.all()
-                self._errors_for({name: member.tensor for name, member in members.items()})
+                self._add_compensation()
+
+    def _add_compensation(self) -> None:
+        """Add the child module of the error terms; those of a lazy model are made with its plan."""
+        self.compensation = Module()
+        named = NamedTensors(self.module)
+        if not named.has_lazy():
+            self._errors_for({name: member.tensor for name, member in named.all().items()})
 
     def _copy_of(self, model: ModelT) -> ModelT:
         """Return a copy of the model, on the device and in the dtypes of the average."""
         options = self._runtime.options
-        precision = options.precision
-        is_flat = precision not in {"compensated", "stochastic"}
-        is_flat = is_flat and not isinstance(self._rule(), UserFunction)
+        # Functions of the user get the tensors one by one.
+        is_flat = has_flat_buffers(options.precision) and not isinstance(self._rule(), UserFunction)
+        # What is not a module is refused by ``deepcopy`` or by the first update, in torch's words.
         stays = str(self._device) in {"None", "cpu"} and hasattr(model, "parameters")
-        copy = copy_of(model, self._quick_copies(model) if is_flat and stays else {})
+        copies = self._quick_copies(model) if is_flat and stays else {}
+        copy = copy_of(model, copies)
+
         if self._device is not None:
             try:
                 copy = copy.to(self._device)
@@ -181,23 +187,29 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                 if callable(cast("object", self._device)):
                     add_note(error, "device is an averaging function: pass it as multi_avg_fn=")
                 raise
-        if precision != "same":
 
-            def widened(one: Tensor) -> Tensor:
-                return one.to(options.kept_dtype(one.dtype))
+        if options.precision != "same":
+
+            def widened(tensor: Tensor) -> Tensor:
+                return tensor.to(options.kept_dtype(tensor.dtype))
 
             cast("Any", copy)._apply(widened)
         return copy
 
     def _quick_copies(self, model: ModelT) -> dict[int, Tensor]:
-        """Copy small parameters into flat buffers, and plain buffers; return the copies by ``id``."""
-        plain = {
-            str(number): parameter
-            for number, parameter in enumerate(model.parameters())
-            if type(parameter) is torch.nn.Parameter
-        }
+        """Copy small parameters into flat buffers, and clone plain buffers.
+
+        Returns:
+            The copies by ``id`` of the original, as ``deepcopy`` takes them. Other tensors are left
+            to ``deepcopy``.
+        """
+        plain: dict[str, Tensor] = {}
+        for number, parameter in enumerate(model.parameters()):
+            if type(parameter) is torch.nn.Parameter:
+                plain[str(number)] = parameter
         flats = flat_buffers(plain, self._runtime.options, as_parameters=True)
         self._runtime.average.flats = flats
+
         copies: dict[int, Tensor] = {}
         with torch.no_grad():
             for flat in flats:
@@ -207,7 +219,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
             # ``deepcopy`` of a tensor that shares its memory with no other takes ten times as long.
             alone = [buffer for buffer in model.buffers() if has_own_memory(buffer)]
-            dense = [one for one in plain.values() if one.is_cpu and one.layout is torch.strided]
+            dense = [t for t in plain.values() if t.is_cpu and t.layout is torch.strided]
+            # A tensor that fills its storage may still be tied to another one.
             pointers = list(map(Tensor.data_ptr, [*alone, *dense]))
             if len(set(pointers)) == len(pointers):
                 copies.update((id(buffer), buffer.clone()) for buffer in alone)
@@ -217,12 +230,12 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def update_parameters(self, model: torch.nn.Module) -> None:
         """Update the average with the present weights of a model, on any device.
 
-        modkit: Tensors are paired by name, not by position, and are not broadcast; nothing is written
-        unless all of them match. Names are compared without the parts that ``torch.compile``,
-        data-parallel and checkpoint wrappers add, and without one prefix that all names have because
-        the model, or the average, is in a wrapper. Averaging functions get a copy of the count. If the
-        count is on an accelerator, they are also called in updates that copy, with a count of 1, and
-        the result is not used.
+        modkit: Tensors are paired by name, not by position, and are not broadcast; nothing is
+        written unless all of them match. Names are compared without the parts that
+        ``torch.compile``, data-parallel and checkpoint wrappers add, and without one prefix that
+        all names have because the model, or the average, is in a wrapper. Averaging functions get a
+        copy of the count. If the count is on an accelerator, they are also called in updates that
+        copy, with a count of 1, and the result is not used.
 
         Call it after ``optimizer.step()`` (EMA) or at the end of an epoch (SWA).
 
@@ -247,11 +260,15 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
 
     @never_compiled
     def _update(self, model: torch.nn.Module) -> None:
-        runtime, counter, rule = self._runtime, self.n_averaged, self._rule()
-        # Writes through ``.data``, by collectives and other processes leave no trace, so no number on the
-        # host can stand for the buffer. Where reading it is a host sync, the device decides.
+        runtime = self._runtime
+        counter = self.n_averaged
+        rule = self._rule()
+
+        # Writes through ``.data``, by collectives and other processes leave no trace, so no number
+        # on the host can stand for the buffer. Where reading it is a host sync, the device decides.
         on_device = counter.device.type not in HOST_DEVICES and not counter.is_meta
         count: Count = counter.detach() if on_device else int(counter)
+
         with uninterrupted():
             # Functions of the user get the tensors one by one, or as lists.
             flat = not isinstance(rule, UserFunction)
@@ -282,87 +299,119 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         rule = self._rule()
         with torch.no_grad():
             for name, current in currents.items():
-                terms = [errors[name]] if name in errors else []
-                target = averages[name]
-                group = Group([average], [[target]], [terms], [current.detach()])
-                group.has_average = is_averaged(target)
+                group = Group(
+                    [average],
+                    averages=[[averages[name]]],
+                    errors=[[errors[name]] if name in errors else []],
+                    currents=[current.detach()],
+                    has_average=is_averaged(averages[name]),
+                )
                 rule.step_on_device(group, self.n_averaged)
         copies.run_traced()
         self.n_averaged.add_(1)
 
     def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
+        """Pair the copy with a model, and group the pairs; ``flat`` uses the flat buffers."""
         if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
             # The copy was made before the model had got its shapes.
             self._runtime.options.check_globs(model)
             self.module = self._copy_of(cast("ModelT", model))
         averages, currents, copies, models = self._paired(model)
+
         average = self._runtime.average
         average.tensors = averages
         if self._runtime.options.precision == "compensated":
             average.errors = self._errors_for(averages)
+
+        # The averages are parameters of the copy, which the user may rename, move or replace.
         average.expose()
         names = {id(tensor): name for name, tensor in averages.items()}
         for flat_buffer in average.flats:
             flat_buffer.rename(names)
-        more, buffers = averages.values(), self.use_buffers
         return Plan(
-            self._runtime.options,
-            [average],
-            currents,
-            copies,
-            models,
-            more=more,
+            options=self._runtime.options,
+            averages=[average],
+            currents=currents,
+            copies=copies,
+            models=models,
+            more=averages.values(),
             flat=flat,
-            buffers=buffers,
+            buffers=self.use_buffers,
         )
 
     def _paired(
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
-        """Pair the copy with a model: averages, and current values, by name; copies; both models."""
+        """Pair the tensors of the copy with those of a model by name.
+
+        Returns:
+            Averages by name, the model's present values by name, copies, and both sets of tensors.
+
+        Raises:
+            TypeError: If ``model`` is not a module.
+            NameMismatchError: If names, shapes or ties do not match.
+            ValueError: If the average was cast to fewer bits than ``precision`` promises.
+        """
         if not hasattr(model, "_modules"):
             raise TypeError(
                 "AveragedModel.update_parameters(): model must be a torch.nn.Module, got "
                 f"{type(model).__name__}. Tensors are paired by the names that modules give them."
             )
-        kept = NamedTensors(self.module)
-        found = NamedTensors(model, leave_out=self, like=kept)
-        _check_pairs(kept, found)
+        average_members = NamedTensors(self.module)
+        model_members = NamedTensors(model, leave_out=self, like=average_members)
+        _check_pairs(average_members, model_members)
+
         options = self._runtime.options
         if self.use_buffers:
             options = replace(options, buffers="average")
-        averaged, copied = options.split(kept)
+        averaged, copied = options.split(average_members)
         averages: dict[str, Tensor] = {}
         currents: dict[str, Tensor] = {}
         for name, target in averaged.items():
-            source, member = found.member(name), cast("Member", kept.member(name))
-            # The copy may be frozen as a whole, so what counts is what the model was when copied.
-            if (
-                source is None
-                or name in self._runtime.frozen
-                or not (member.is_parameter or is_averaged(source.tensor))
-                or target.shape != source.tensor.shape
-            ):
+            source = model_members.member(name)
+            member = cast("Member", average_members.member(name))
+            if source is None or not self._has_average(member, source):
                 copied.append(member)
-            else:
-                remedy = "Cast the average back, or a copy of it."
-                options.check_width(f"AveragedModel: {name} was cast to", target.dtype, remedy)
-                averages[name], currents[name] = target, source.tensor
+                continue
+            options.check_width(
+                f"AveragedModel: {name} was cast to",
+                target.dtype,
+                "Cast the average back, or a copy of it.",
+            )
+            averages[name] = target
+            currents[name] = source.tensor
+
         pairs: list[tuple[dict[str, Any], str, Member]] = []
-        for place in (*copied, *kept.empty.values()):
-            source = found.member(place.name) or found.empty.get(place.name)
+        for member in (*copied, *average_members.empty.values()):
+            source = model_members.member(member.name) or model_members.empty.get(member.name)
             if source is not None:
-                pairs.append((cast("dict[str, Any]", place.registry), place.key, source))
-        return averages, currents, Copies(pairs, follow=False), (kept, found)
+                pairs.append((cast("dict[str, Any]", member.registry), member.key, source))
+        # The copy stays where the user has moved it, in the dtype that the user has cast it to.
+        copies = Copies(pairs, follow=False)
+        return averages, currents, copies, (average_members, model_members)
+
+    def _has_average(self, member: Member, source: Member) -> bool:
+        """Return True if a tensor of the copy is an average of the model's, not a copy."""
+        # The copy may be frozen as a whole, so what counts is what the model was when copied.
+        if member.name in self._runtime.frozen:
+            return False
+        has_average = member.is_parameter or is_averaged(source.tensor)
+        # A buffer may have got another shape.
+        same_shape: bool = member.tensor.shape == source.tensor.shape
+        return has_average and same_shape
 
     def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the error terms of averages: buffers, named with / for a dot, that start at zero."""
+        """Return the error terms of averages; those of new or moved averages start at zero.
+
+        They are buffers of ``compensation``, named with ``/`` for a dot, which names may not
+        contain.
+        """
         terms: dict[str, Tensor] = {}
         for name, tensor in averages.items():
             key = name.replace(".", "/")
             term = self.compensation._buffers.get(key)
-            known = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
-            if is_averaged(tensor) and not known:
+            fits = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
+            if is_averaged(tensor) and not fits:
                 with torch.inference_mode(False), torch.no_grad():
                     term = torch.zeros_like(tensor, requires_grad=False)
                     self.compensation.register_buffer(key, term)
@@ -373,8 +422,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers under the names of the model without wrappers.
 
-        The parts of names that ``torch.compile``, data-parallel and checkpoint wrappers add are left
-        out, so ``plain.load_state_dict(average.export_state_dict())`` works for the model inside.
+        The parts of names that ``torch.compile``, data-parallel and checkpoint wrappers add are
+        left out, so ``plain.load_state_dict(average.export_state_dict())`` works for the model
+        inside.
 
         Returns:
             A new dict. The tensors are those of the average, not copies.
@@ -401,8 +451,8 @@ class _Runtime:
         self.plans: Cache[Plan] = Cache()
         # These precisions have kernels for a step by a weight only.
         self.default_rule = Swa(by_weight=options.precision in {"stochastic", "compensated"})
-        # A generator cannot be traced, and neither can a step that depends on the values. Such updates are
-        # a graph break in compiled code.
+        # A generator cannot be traced, and neither can a step that depends on the values. Such
+        # updates are a graph break in compiled code.
         self.can_be_traced = options.precision != "stochastic" and options.on_nonfinite == "ignore"
         # A seed for each step is all the state that stochastic rounding has.
         self.seeds = _Seeds(options.seed) if options.precision == "stochastic" else None
@@ -412,36 +462,50 @@ class _Runtime:
         return _Runtime, (self.options, self.frozen)
 
 
-def _check_pairs(kept: NamedTensors, found: NamedTensors) -> None:
-    """Raise unless both have the same names and shapes; buffers that are not saved may come and go."""
-    facts: list[dict[str, torch.Size | None]] = []
-    for one, other in ((kept, found), (found, kept)):
-        # Dynamo of torch 2.9 does not join a set with the keys of a dict.
-        there = {*other.names(), *other.empty}
-        aliased = {name: cast("Member", one.member(name)) for name in one.aliases}
-        facts.append(
-            {
-                name: member.tensor.shape if member.is_parameter else None
-                for name, member in {**one.all(), **aliased, **one.empty}.items()
-                if name in there or (member.persistent and name not in one.empty)
-            }
-        )
-    what = "AveragedModel: the model is not the one that is averaged"
-    check_match(what, *facts)
-    untied = [
-        f"{alias} (no longer tied to {first})"
-        for alias, first in kept.aliases.items()
-        if found.tensor(alias) is not found.tensor(first)
-    ]
-    check_match(what, {}, dict.fromkeys(untied))
+def _frozen_names(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that do not require gradients."""
+    parameters = NamedTensors(model).parameters.items()
+    return frozenset(name for name, member in parameters if not member.tensor.requires_grad)
+
+
+def _check_pairs(average_members: NamedTensors, model_members: NamedTensors) -> None:
+    """Raise NameMismatchError unless both have the same names, shapes of parameters, and ties.
+
+    Buffers that are not saved, or that are None, may come and go.
+    """
+    problem = "AveragedModel: the model is not the one that is averaged"
+    expected = _required_shapes(average_members, model_members)
+    check_match(problem, expected, _required_shapes(model_members, average_members))
+
+    untied: list[str] = []
+    for alias, first in average_members.aliases.items():
+        if model_members.tensor(alias) is not model_members.tensor(first):
+            untied.append(f"{alias} (no longer tied to {first})")
+    check_match(problem, {}, dict.fromkeys(untied))
+
+
+def _required_shapes(
+    members: NamedTensors, counterparts: NamedTensors
+) -> dict[str, torch.Size | None]:
+    """Return the shapes of what must be, or is, on both sides, by name; None for buffers."""
+    # Dynamo of torch 2.9 does not join a set with the keys of a dict.
+    names_there = {*counterparts.names(), *counterparts.empty}
+    aliased = {name: cast("Member", members.member(name)) for name in members.aliases}
+
+    shapes: dict[str, torch.Size | None] = {}
+    for name, member in {**members.all(), **aliased, **members.empty}.items():
+        is_required = member.persistent and name not in members.empty
+        if is_required or name in names_there:
+            shapes[name] = member.tensor.shape if member.is_parameter else None
+    return shapes
 
 
 class _Seeds:
-    """The seed of each step: the first one plus the count, which is read on the host where that is free.
+    """The seed of each step: that of the options plus the number of steps so far.
 
     A write to the count of an accelerator can be missed, so the count only seeds. Steps that the
-    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws other
-    numbers.
+    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws
+    other numbers.
     """
 
     def __init__(self, seed: int) -> None:

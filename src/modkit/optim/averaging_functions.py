@@ -78,9 +78,9 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 
     Returns:
         A function of the averaged tensors, the current tensors and the number of models averaged so
-        far, which it does not use. It writes the first list in place. All tensors of a call have one
-        device and dtype, and those at the same place the same shape. The decay is applied in every
-        call: ``AveragedModel`` uses it from the second update on, as the first one copies.
+        far, which it does not use. It writes the first list in place. All tensors of a call have
+        one device and dtype, and those at the same place the same shape. The decay is applied in
+        every call: ``AveragedModel`` uses it from the second update on, as the first one copies.
 
     Raises:
         ValueError: If ``decay`` is outside [0, 1].
@@ -99,9 +99,9 @@ def get_ema_multi_avg_fn(decay: float = 0.999) -> MultiAvgFn:
 def get_swa_multi_avg_fn() -> MultiAvgFn:
     """Return the equal average of lists of tensors, a ``multi_avg_fn``, which works in place.
 
-    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number of
-    models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The function
-    can be pickled and compared, and its ``repr`` shows the rule.
+    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number
+    of models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The
+    function can be pickled and compared, and its ``repr`` shows the rule.
 
     Returns:
         A function of the averaged tensors, the current tensors and ``n``, an int or a tensor of one
@@ -130,9 +130,9 @@ def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
     modkit: The function can be pickled and compared, and its ``repr`` shows the rule and the decay.
 
     Returns:
-        A function of the averaged tensor, the current tensor and the number of models averaged so far,
-        which it does not use. It returns the new average, in the dtype of torch's type promotion, and
-        changes neither tensor.
+        A function of the averaged tensor, the current tensor and the number of models averaged so
+        far, which it does not use. It returns the new average, in the dtype of torch's type
+        promotion, and changes neither tensor.
 
     Raises:
         ValueError: If ``decay`` is outside [0, 1].
@@ -149,9 +149,9 @@ def get_ema_avg_fn(decay: float = 0.999) -> AvgFn:
 def get_swa_avg_fn() -> AvgFn:
     """Return the equal average of one tensor, an ``avg_fn``.
 
-    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number of
-    models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The function
-    can be pickled and compared, and its ``repr`` shows the rule.
+    modkit: A step computes ``average + (current - average) / (n + 1)``, where ``n`` is the number
+    of models averaged so far: the mean of all of them (https://arxiv.org/abs/1803.05407). The
+    function can be pickled and compared, and its ``repr`` shows the rule.
 
     Returns:
         A function of the averaged tensor, the current tensor and ``n``, an int or a tensor of one

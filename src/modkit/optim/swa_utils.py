@@ -1,7 +1,7 @@
 """Weight averaging, equal (SWA) and exponential (EMA): drop-in for ``torch.optim.swa_utils``.
 
-Call ``AveragedModel.update_parameters`` after each step of the optimizer (EMA) or at the end of each
-epoch (SWA), and ``update_bn`` before the average is evaluated. ``SWALR`` is torch's own class.
+Call ``AveragedModel.update_parameters`` after each step of the optimizer (EMA) or at the end of
+each epoch (SWA), and ``update_bn`` before the average is evaluated. ``SWALR`` is torch's own class.
 
 Example:
     >>> import torch
@@ -65,21 +65,21 @@ def update_bn(
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
 
-    modkit: Only batch normalization runs in training mode, and each module gets its own mode back. If
-    anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
+    modkit: Only batch normalization runs in training mode, and each module gets its own mode back.
+    If anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
 
     Keyword Args:
-        weight_by_samples: Whether each batch ``b`` is weighted by its number of samples ``n_b``, the
-            first dimension of the input, because the last batch of an epoch may be smaller. With the
-            mean ``m_b`` and the unbiased variance ``v_b`` of a channel in the batch, ``running_mean``
-            is ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and ``running_var`` is
-            ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With batches of one size
-            these are the values of the default, the plain means over batches
+        weight_by_samples: Whether each batch ``b`` is weighted by its number of samples ``n_b``,
+            the first dimension of the input, because the last batch of an epoch may be smaller.
+            With the mean ``m_b`` and the unbiased variance ``v_b`` of a channel in the batch,
+            ``running_mean`` is ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and
+            ``running_var`` is ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With
+            batches of one size these are the values of the default, the plain means over batches
             (https://arxiv.org/abs/1502.03167, algorithm 2), up to float rounding.
 
     Raises:
-        TypeError: If ``weight_by_samples=True`` and the input of a batch is not a tensor with a first
-            dimension.
+        TypeError: If ``weight_by_samples=True`` and the input of a batch is not a tensor with a
+            first dimension.
         ValueError: If the loader is empty.
         RuntimeError: If an average is swapped into the model, as inside ``EMA.applied()``.
 
@@ -98,8 +98,9 @@ def update_bn(
         return
     if any_swapped(model):
         raise RuntimeError(
-            "update_bn() was called inside applied() or evaluating(): it would overwrite the statistics "
-            "of the average. Call ema.update_bn(loader) outside of the block. Nothing has been changed."
+            "update_bn() was called inside applied() or evaluating(): it would overwrite the "
+            "statistics of the average. Call ema.update_bn(loader) outside of the block. Nothing "
+            "has been changed."
         )
     batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
 
