@@ -7,7 +7,8 @@ import modkit.nn
 import modkit.optim.swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import RULES, normed_net, one_weight
+from tests.models import normed_net, one_weight
+from tests.parity.averaging.rules import RULES
 
 
 def test_averaged_model_is_a_module_of_both_libraries() -> None:

@@ -7,14 +7,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
-from tests.parity.averaging.networks import (
-    RULES,
-    decaying,
-    normed_net,
-    one_weight,
-    set_weight,
-    training_states,
-)
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, decaying, training_states
 
 
 every_rule = for_each("rule", RULES)

@@ -5,7 +5,8 @@ import torch
 
 from modkit.optim import swa_utils
 from tests.helpers import TORCH, Implementation, outcome, same
-from tests.parity.averaging.networks import RULES, normed_net, training_states
+from tests.models import normed_net
+from tests.parity.averaging.rules import RULES, training_states
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import normed_net, one_weight
+from tests.models import normed_net, one_weight
 
 
 def batches(count: int = 3, width: int = 3) -> list[torch.Tensor]:

@@ -5,15 +5,8 @@ from modkit.averaging import rules
 from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import (
-    RULES,
-    decaying,
-    normed_net,
-    one_weight,
-    set_weight,
-    states_after_updates,
-    training_states,
-)
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, decaying, states_after_updates, training_states
 
 
 every_rule = for_each("rule", RULES)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.cases import for_each
 from tests.helpers import Implementation
-from tests.parity.averaging.networks import training_states
-from tests.parity.module_page.nets import network, tensors
+from tests.models import network, tensors
+from tests.parity.averaging.rules import training_states
 
 
 def sequential(impl: Implementation) -> Any:

@@ -5,14 +5,9 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import training_states
-from tests.parity.averaging_page.nets import (
-    averaged_of,
-    every_subject,
-    inputs,
-    sequential,
-    tensors,
-)
+from tests.models import tensors
+from tests.parity.averaging.rules import training_states
+from tests.parity.averaging_page.nets import averaged_of, every_subject, inputs, sequential
 
 
 CASTS = {

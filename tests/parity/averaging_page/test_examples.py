@@ -5,8 +5,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import one_weight, set_weight, training_states
-from tests.parity.averaging_page.nets import build, every_subject, inputs, tensors
+from tests.models import one_weight, set_weight, tensors
+from tests.parity.averaging.rules import training_states
+from tests.parity.averaging_page.nets import build, every_subject, inputs
 from tests.parity.averaging_page.test_averaging import without_integers
 
 

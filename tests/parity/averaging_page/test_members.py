@@ -6,14 +6,9 @@ import torch
 from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
-from tests.parity.averaging.networks import training_states
-from tests.parity.averaging_page.nets import (
-    averaged_of,
-    build,
-    every_subject,
-    inputs,
-    tensors,
-)
+from tests.models import tensors
+from tests.parity.averaging.rules import training_states
+from tests.parity.averaging_page.nets import averaged_of, build, every_subject, inputs
 
 
 REQUIRED = inspect.Parameter.empty

@@ -7,8 +7,9 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import RULES, training_states
-from tests.parity.averaging_page.nets import averaged_of, build, every_subject, tensors
+from tests.models import tensors
+from tests.parity.averaging.rules import RULES, training_states
+from tests.parity.averaging_page.nets import averaged_of, build, every_subject
 
 
 # --- state_dict ------------------------------------------------------------------------------------

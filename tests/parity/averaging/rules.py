@@ -1,4 +1,4 @@
-"""Networks and update rules that the tests of averaging share."""
+"""Update rules that the tests of averaging share, and what a model goes through in between."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,27 +6,6 @@ from typing import Any
 import torch
 
 from tests.helpers import Implementation
-
-
-def normed_net(impl: Implementation) -> torch.nn.Module:
-    """Build a network with parameters, float buffers and an integer buffer."""
-    return impl.nn.Sequential(
-        impl.nn.Linear(3, 4), impl.nn.BatchNorm1d(4), impl.nn.ReLU(), impl.nn.Linear(4, 2)
-    )
-
-
-def one_weight(impl: Implementation, value: float = 0.0) -> torch.nn.Module:
-    """Build a network that consists of a single number."""
-    model = impl.nn.Linear(1, 1, bias=False)
-    return set_weight(model, value)
-
-
-def set_weight(model: torch.nn.Module, value: float) -> torch.nn.Module:
-    """Give every parameter of the model one value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
 
 
 def training_states(model: torch.nn.Module, count: int) -> Iterator[int]:
