@@ -108,6 +108,31 @@ def tree(impl: Implementation) -> torch.nn.Module:
     return Tree()
 
 
+def with_dtypes(impl: Implementation) -> torch.nn.Module:
+    """Build a module with a member of every kind of dtype, with gradients, over two levels."""
+
+    class Mixed(impl.Module):
+        def __init__(self):
+            super().__init__()
+            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+                name = "p_" + str(dtype).split(".")[1]
+                setattr(self, name, torch.nn.Parameter(torch.full((2,), 1.5, dtype=dtype)))
+                self.register_buffer(f"{name}_buffer", torch.full((2,), 0.25, dtype=dtype))
+            self.p_complex = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 2j))
+            self.p_integer = torch.nn.Parameter(torch.arange(2), requires_grad=False)
+            self.register_buffer("flags", torch.tensor([True, False]))
+            self.register_buffer("loose", torch.ones(2), persistent=False)
+            self.register_buffer("unset", None)
+            self.register_parameter("none", None)
+            for parameter in (self.p_float32, self.p_float64, self.p_complex):
+                parameter.grad = torch.full_like(parameter, 3)
+
+    module = Mixed()
+    module.child = Mixed()
+    module.plain = torch.ones(2)
+    return module
+
+
 def chain(impl: Implementation, depth: int) -> torch.nn.Module:
     """Build ``depth`` modules, each the only child of the one before; the last has a parameter."""
 

@@ -62,6 +62,17 @@ def contents(module: torch.nn.Module, prefix: str = "") -> Contents:
     return Contents(entries)
 
 
+def state(module: torch.nn.Module) -> list[object]:
+    """Describe all members, gradients, and whether the parameters are leaves."""
+    found: list[object] = [module.plain if hasattr(module, "plain") else None]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.append((name, type(parameter).__name__, parameter, parameter.is_leaf))
+        found.append((parameter.grad, None if parameter.grad is None else parameter.grad.is_leaf))
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        found.append((name, type(buffer).__name__, buffer, buffer.is_leaf))
+    return found
+
+
 def frozen(value: object) -> object:
     """Freeze a tensor's value; other objects are compared by identity alone."""
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
