@@ -45,9 +45,14 @@ TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 # One folder or file per mechanism, of those that take seconds.
 SMOKE = (
-    *("tests/parity/test_smoke.py", "tests/parity/module_page", "tests/parity/hooks"),
+    *("tests/parity/test_smoke.py", "tests/parity/hooks", "tests/parity/module/test_modes.py"),
+    *("tests/parity/module/test_state_dict.py", "tests/parity/module/test_load_state_dict.py"),
+    *("tests/parity/module/test_traversal.py", "tests/parity/module/test_registration.py"),
     *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
-    *("tests/parity/averaging_page/test_averaging.py", "tests/parity/averaging_page/test_state.py"),
+    *(
+        "tests/parity/averaging/test_update_parameters.py",
+        "tests/parity/averaging/test_averaged_state.py",
+    ),
     *("tests/unit/averaging/test_ema_update.py", "tests/unit/averaging/test_ema_swap.py"),
     *("tests/unit/files/test_checkpoint_files.py", "tests/unit/files/test_atomic_write.py"),
     *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),

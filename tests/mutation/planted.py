@@ -155,7 +155,7 @@ _NN: Final = [
         "nn/_conversion.py",
         '            and getattr(cls, "training", None) is None\n',
         "",
-        "tests/parity/module_page/test_modes.py",
+        "tests/parity/module/test_modes.py",
     ),
     Bug(
         "traversal: a tied parameter is yielded twice",

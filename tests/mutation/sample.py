@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "_attributes": "module/test_registration module/test_attributes module/test_failed_assignment "
-    "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks module_page/test_members",
+    "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks",
     "_conversion": "module/test_conversion module/test_conversion_flags fixes/test_ties "
-    "fixes/test_memory_format module_page/test_conversion module_page/test_modes",
+    "fixes/test_memory_format module/test_modes module/test_devices",
     "_hooks": "hooks/test_registration "
     "fixes/test_backward_hooks hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
     "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
@@ -45,14 +45,14 @@ _MODULES = {
     "_load_plan": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
     "module/test_bad_load module/test_mixed_trees fixes/test_cycles",
     "_load_tensor": "module/test_load_state_dict fixes/test_load module/test_bad_load "
-    "module/test_load_overrides module_page/test_load_state_dict",
+    "module/test_load_overrides",
     "_overrides": "module/test_override_contract module/test_call_order module/test_traversal "
     "fixes/test_cycles module/test_state_dict module/test_conversion",
     "_state_dict": "module/test_state_dict hooks/test_state_dict_hooks "
-    "module_page/test_state_dict module/test_call_order fixes/test_cycles",
-    "_traversal": "module/test_traversal fixes/test_hashing module_page/test_traversal "
+    "module/test_call_order fixes/test_cycles",
+    "_traversal": "module/test_traversal fixes/test_hashing "
     "module/test_call_order fixes/test_cycles module/test_large_trees",
-    "module": "module/test_classes module/test_override_contract module_page/test_class "
+    "module": "module/test_classes module/test_override_contract "
     "module/test_conversion module/test_state_dict module/test_traversal ../unit/test_surface",
 }
 _AVERAGES = {

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from tests.distributed.launcher import run
 from tests.helpers import MODKIT, TORCH, Implementation
-from tests.parity.averaging.networks import RULES, one_weight, set_weight
+from tests.models import one_weight, set_weight
+from tests.parity.averaging.rules import RULES
 from tests.unit.averaging.recipes import as_accelerator
 
 

@@ -7,7 +7,8 @@ import modkit.nn
 import modkit.optim.swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import RULES, normed_net, one_weight
+from tests.models import normed_net, one_weight
+from tests.parity.averaging.rules import RULES, averaged_of, build, every_subject, training_states
 
 
 def test_averaged_model_is_a_module_of_both_libraries() -> None:
@@ -257,3 +258,36 @@ def test_subclass_calls_the_initialization_of_its_bases_in_order(impl: Implement
 
     assert averaged(torch.ones(1, 1)) == ("swa", torch.tensor([[5.0]]))
     assert averaged.use_buffers
+
+
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_an_average_on_a_device_follows_a_model_elsewhere(
+    impl: Implementation, device: str | None
+) -> None:
+    """A model in another dtype and a default device elsewhere do not change the average's place."""
+    model = build(impl, "layer")
+    averaged = impl.AveragedModel(model, device)
+    with torch.device("meta"):
+        averaged.update_parameters(model)
+        averaged.update_parameters(model)
+
+    assert {t.device.type for t in averaged.parameters()} == {"cpu"}
+    assert torch.equal(averaged.module.weight, model.weight)
+
+
+@every_subject
+def test_a_replaced_copy_is_averaged_into(impl: Implementation, subject: str) -> None:
+    """If `module` is replaced by `set_submodule`, updates go on in the new copy."""
+    model, averaged = averaged_of(impl, subject, 3)
+    new = build(impl, subject)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.fill_(1.0)
+    averaged.set_submodule("module", new)
+    list(training_states(model, 1))
+    averaged.update_parameters(model)
+
+    assert averaged.module is new
+    assert averaged.n_averaged == 4
+    for own, other in zip(new.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own, 1 + (other - 1) / 4)

@@ -7,12 +7,13 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
-from tests.parity.averaging.networks import (
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import (
     RULES,
+    averaged_of,
+    build,
     decaying,
-    normed_net,
-    one_weight,
-    set_weight,
+    every_subject,
     training_states,
 )
 
@@ -192,3 +193,108 @@ def test_modes_and_gradients_reach_the_copy(impl: Implementation) -> None:
 
     assert not any(module.training for module in averaged.modules())
     assert all(p.grad is None and not p.requires_grad for p in averaged.parameters())
+
+
+@every_subject
+def test_the_state_is_a_shallow_copy(impl: Implementation, subject: str) -> None:
+    """It refers to the tensors of the average: an update shows in it, and a write to it there."""
+    model, averaged = averaged_of(impl, subject)
+    state = averaged.state_dict()
+    list(training_states(model, 1))
+    averaged.update_parameters(model)
+    followed = freeze(dict(state)) == freeze(dict(averaged.state_dict()))
+    for tensor in state.values():
+        tensor.zero_()
+
+    assert followed
+    assert all(not t.any() for t in averaged.parameters())
+    assert averaged.n_averaged == 0
+
+
+@every_subject
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("rule", ["default", "avg_fn ema", "multi_avg_fn swa"])
+def test_an_average_goes_on_where_it_was_saved(
+    impl: Implementation, subject: str, assign: bool, rule: str
+) -> None:
+    """A new average that loads the file, by copy or assignment, continues bitwise identically."""
+    model, averaged = averaged_of(impl, subject, 3, **RULES[rule](impl))
+    file = io.BytesIO()
+    torch.save(averaged.state_dict(), file)
+    file.seek(0)
+    resumed = impl.AveragedModel(build(impl, subject), **RULES[rule](impl))
+    keys = resumed.load_state_dict(torch.load(file, weights_only=True), assign=assign)
+    for _ in training_states(model, 3):
+        averaged.update_parameters(model)
+        resumed.update_parameters(model)
+
+    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
+    assert resumed.n_averaged == 6
+    assert freeze(resumed) == freeze(averaged)
+
+
+@every_subject
+def test_a_refused_state_leaves_the_average_usable(impl: Implementation, subject: str) -> None:
+    """After an error for an unexpected key, updates go on."""
+    model, averaged = averaged_of(impl, subject)
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        averaged.load_state_dict({**averaged.state_dict(), "decay": torch.ones(1)})
+    averaged.update_parameters(model)
+
+    assert averaged.n_averaged == 3
+
+
+def with_extra_state(impl: Implementation, model, **arguments):
+    """Return an average of a subclass that saves its decay."""
+
+    class Decaying(impl.AveragedModel):
+        decay = 0.5
+
+        def get_extra_state(self):
+            return {"decay": self.decay}
+
+        def set_extra_state(self, state):
+            self.decay = state["decay"]
+
+    return Decaying(model, **arguments)
+
+
+@every_subject
+def test_extra_state_is_saved_and_loaded(impl: Implementation, subject: str) -> None:
+    """A subclass may save more with its state: what get_extra_state returns comes back."""
+    model = build(impl, subject)
+    averaged, other = (with_extra_state(impl, model) for _ in range(2))
+    averaged.decay = 0.25
+    averaged.update_parameters(model)
+    file = io.BytesIO()
+    torch.save(averaged.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+
+    assert averaged.state_dict()["_extra_state"] == {"decay": 0.25}
+    assert other.decay == 0.25
+    assert other.n_averaged == 1
+
+
+def test_extra_state_of_the_model_is_part_of_the_state(impl: Implementation) -> None:
+    """The copy saves the extra state that the model had when it was copied."""
+
+    class Versioned(impl.nn.Module):
+        version = 1
+
+        def get_extra_state(self):
+            return self.version
+
+        def set_extra_state(self, state):
+            self.version = state
+
+    model = Versioned()
+    model.weight = impl.nn.Parameter(torch.ones(1))
+    model.version = 7
+    averaged = impl.AveragedModel(model)
+    state = averaged.state_dict()
+    averaged.load_state_dict({**state, "module._extra_state": 8})
+
+    assert state["module._extra_state"] == 7
+    assert averaged.module.version == 8
+    assert model.version == 7

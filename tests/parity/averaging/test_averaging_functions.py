@@ -7,7 +7,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, same
-from tests.parity.averaging.networks import one_weight
+from tests.models import one_weight
 
 
 FUNCTIONS = {

@@ -10,7 +10,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import RULES, training_states
+from tests.parity.averaging.rules import RULES, training_states
 
 
 # Four tensors of one shape share a flat buffer, so the small network has none.

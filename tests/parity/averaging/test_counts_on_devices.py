@@ -8,13 +8,8 @@ import torch
 from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation, same
-from tests.parity.averaging.networks import (
-    RULES,
-    normed_net,
-    one_weight,
-    set_weight,
-    states_after_updates,
-)
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, states_after_updates
 from tests.parity.averaging.test_n_averaged import WRITES, average_of_two, values
 from tests.unit.averaging.recipes import CountCalls, as_accelerator
 

@@ -1,7 +1,8 @@
 import torch
 
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import normed_net, training_states
+from tests.models import normed_net
+from tests.parity.averaging.rules import training_states
 
 
 def swap(averaged: torch.nn.Module, model: torch.nn.Module) -> None:

@@ -9,7 +9,8 @@ import torch.multiprocessing as mp
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import RULES, one_weight, set_weight, state_after_updates
+from tests.models import one_weight, set_weight
+from tests.parity.averaging.rules import RULES, state_after_updates
 from tests.processes import METHOD, context
 
 

@@ -5,13 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import (
-    RULES,
-    normed_net,
-    one_weight,
-    set_weight,
-    states_after_updates,
-)
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, states_after_updates
 from tests.unit.averaging.recipes import as_accelerator
 
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import RULES, training_states
+from tests.parity.averaging.rules import RULES, training_states
 
 
 def layers(impl: Implementation, count: int) -> torch.nn.Module:

@@ -6,7 +6,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import one_weight
+from tests.models import one_weight
 
 
 CURVES = {"cos": lambda t: (1 - math.cos(math.pi * t)) / 2, "linear": lambda t: t}

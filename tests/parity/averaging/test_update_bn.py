@@ -3,7 +3,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import normed_net, one_weight
+from tests.models import normed_net, one_weight
+from tests.parity.averaging.rules import build, inputs
 
 
 def batches(count: int = 3, width: int = 3) -> list[torch.Tensor]:
@@ -201,3 +202,17 @@ def test_averaged_model_is_updated(rule: str) -> None:
         return averaged, averaged.eval()(torch.ones(2, 3))
 
     assert same(scenario)[0] == "returned"
+
+
+def test_update_bn_leaves_the_parameters(impl: Implementation) -> None:
+    """Only the statistics change: parameters and n_averaged keep their bits."""
+    model = build(impl, "sequential")
+    averaged = impl.AveragedModel(model)
+    averaged.update_parameters(model)
+    before = freeze(list(averaged.parameters()))
+    mean = averaged.module[1].running_mean.clone()
+    impl.update_bn([inputs()], averaged)
+
+    assert freeze(list(averaged.parameters())) == before
+    assert averaged.n_averaged == 1
+    assert not torch.equal(averaged.module[1].running_mean, mean)

@@ -4,14 +4,8 @@ import torch
 from tests.capabilities import MIXED_DTYPES
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import (
-    RULES,
-    normed_net,
-    one_weight,
-    set_weight,
-    state_after_updates,
-    training_states,
-)
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, state_after_updates, training_states
 
 
 TENSOR_BY_TENSOR = [rule for rule in RULES if rule.startswith("avg_fn")]

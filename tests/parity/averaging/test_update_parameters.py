@@ -5,12 +5,12 @@ from modkit.averaging import rules
 from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.networks import (
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import (
     RULES,
+    averaged_of,
     decaying,
-    normed_net,
-    one_weight,
-    set_weight,
+    every_subject,
     states_after_updates,
     training_states,
 )
@@ -261,3 +261,18 @@ def test_own_function_gives_the_same_alone_and_in_lists() -> None:
 
     assert torch.equal(single.module.weight, many.module.weight)
     assert torch.equal(single.module.bias, many.module.bias)
+
+
+@every_subject
+def test_updates_call_no_hook(impl: Implementation, subject: str) -> None:
+    """`update_parameters` is not a call: hooks of the average and the model do not run."""
+    model, averaged = averaged_of(impl, subject)
+    calls = []
+    for module in model, averaged, averaged.module:
+        module.register_forward_hook(lambda *_: calls.append("forward"))
+        module.register_full_backward_hook(lambda *_: calls.append("backward"))
+        module.register_state_dict_pre_hook(lambda *_: calls.append("state"))
+    averaged.update_parameters(model)
+
+    assert calls == []
+    assert averaged.n_averaged == 3

@@ -2,11 +2,8 @@ import pytest
 import torch
 
 from tests.helpers import Implementation
-from tests.parity.hooks.tools import (
-    function_module,
-    leaf,
-    returning,
-)
+from tests.models import function_module
+from tests.parity.hooks.tools import leaf, returning
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (1, 2), (2, 2)], ids=repr)

@@ -4,7 +4,8 @@ import torch
 from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
 from tests.helpers import Implementation
-from tests.parity.module.nets import chain, run, tree
+from tests.models import chain, tree
+from tests.parity.module.contents import run
 
 
 OPERATIONS = (

@@ -5,8 +5,9 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, clean_global_hooks
+from tests.models import empty, leaf
 from tests.parity.hooks.tools import returning
-from tests.parity.module.nets import contents, empty, leaf
+from tests.parity.module.contents import contents
 
 
 @pytest.fixture(autouse=True)

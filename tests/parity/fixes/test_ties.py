@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.helpers import Implementation
-from tests.parity.module.nets import empty
+from tests.models import empty
 
 
 @pytest.fixture

@@ -5,14 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    capturing,
-    forward_registrar,
-    leaf,
-    noting,
-    raising,
-    returning,
-)
+from tests.parity.hooks.tools import capturing, forward_registrar, leaf, noting, raising, returning
 
 
 class Unreadable(tuple):

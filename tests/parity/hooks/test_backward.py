@@ -2,13 +2,8 @@ import pytest
 import torch
 
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    capturing,
-    function_module,
-    leaf,
-    noting,
-    returning,
-)
+from tests.models import function_module
+from tests.parity.hooks.tools import capturing, leaf, noting, returning
 
 
 def values(gradients: tuple[torch.Tensor | None, ...]) -> list[object]:

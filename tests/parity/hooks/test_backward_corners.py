@@ -6,7 +6,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import function_module, leaf, noting, returning
+from tests.models import function_module
+from tests.parity.hooks.tools import leaf, noting, returning
 
 
 def plain(value: object) -> object:

@@ -3,7 +3,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import capturing, function_module, leaf, noting, returning
+from tests.models import function_module
+from tests.parity.hooks.tools import capturing, leaf, noting, returning
 
 
 FIRES_AT_THE_OUTPUTS = "Full backward hook is firing when gradients are computed with respect to"

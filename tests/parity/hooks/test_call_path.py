@@ -3,10 +3,10 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation
+from tests.models import function_module
 from tests.parity.hooks.tools import (
     MODULE_REGISTRARS,
     WRAPPED,
-    function_module,
     inner_tensor,
     leaf,
     node_name,

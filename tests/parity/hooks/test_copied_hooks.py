@@ -8,14 +8,8 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    MODULE_REGISTRARS,
-    do_nothing,
-    inner_tensor,
-    leaf,
-    noting,
-    parent_and_child,
-)
+from tests.models import parent_and_child
+from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing, inner_tensor, leaf, noting
 
 
 TABLES = (

@@ -3,11 +3,11 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation
+from tests.models import function_module
 from tests.parity.hooks.tools import (
     WRAPPED,
     capturing,
     forward_registrar,
-    function_module,
     leaf,
     node_name,
     noting,

@@ -5,13 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    capturing,
-    function_module,
-    noting,
-    raising,
-    returning,
-)
+from tests.models import function_module
+from tests.parity.hooks.tools import capturing, noting, raising, returning
 
 
 def test_pre_hooks_run_in_order_global_first_then_forward(impl: Implementation) -> None:

@@ -6,13 +6,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    PARENTS_BEFORE_CHILDREN_AFTER,
-    capturing,
-    noting,
-    parent_and_child,
-    returning,
-)
+from tests.models import parent_and_child
+from tests.parity.hooks.tools import PARENTS_BEFORE_CHILDREN_AFTER, capturing, noting, returning
 
 
 KEYS = ["v", "c.w", "c.b"]

@@ -4,7 +4,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import noting, parent_and_child, returning
+from tests.models import network, parent_and_child
+from tests.parity.hooks.tools import noting, returning
 
 
 def test_post_hook_gets_the_module_and_the_two_lists(impl: Implementation) -> None:
@@ -157,3 +158,24 @@ def test_full_match_says_so(impl: Implementation, strict: bool) -> None:
 
     assert type(result) is _IncompatibleKeys
     assert repr(result) == str(result) == "<All keys matched successfully>"
+
+
+def different_state(impl: Implementation) -> dict[str, torch.Tensor]:
+    """Make a complete state for a network, with other values than a new network has."""
+    return {name: torch.full_like(t, 3) for name, t in network(impl).state_dict().items()}
+
+
+def test_post_hook_modifies_the_keys_in_place(impl: Implementation) -> None:
+    """Changes of the lists by a post hook are visible in the result."""
+    model = network(impl)
+
+    def hook(_module: object, keys) -> None:
+        keys.missing_keys.append("invented")
+        keys.unexpected_keys.clear()
+
+    model.block.register_load_state_dict_post_hook(hook)
+    result = model.load_state_dict(
+        {**different_state(impl), "block.extra": torch.ones(1)}, strict=False
+    )
+
+    assert result == (["invented"], [])

@@ -4,14 +4,8 @@ import pytest
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    capturing,
-    function_module,
-    inner_tensor,
-    leaf,
-    noting,
-    returning,
-)
+from tests.models import function_module
+from tests.parity.hooks.tools import capturing, inner_tensor, leaf, noting, returning
 
 
 def warnings_of(impl: Implementation, forward, *args) -> tuple[list[str], list[str]]:

@@ -7,13 +7,7 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.cases import for_each
 from tests.helpers import Implementation, clean_global_hooks, same
-from tests.parity.hooks.tools import (
-    GLOBAL_REGISTRARS,
-    MODULE_REGISTRARS,
-    do_nothing,
-    leaf,
-    noting,
-)
+from tests.parity.hooks.tools import GLOBAL_REGISTRARS, MODULE_REGISTRARS, do_nothing, leaf, noting
 
 
 @for_each("registrar", MODULE_REGISTRARS)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from tests.helpers import Implementation
-from tests.parity.hooks.tools import noting, parent_and_child
+from tests.models import parent_and_child
+from tests.parity.hooks.tools import noting
 
 
 def test_hook_removed_by_an_earlier_one_is_still_marked_as_run(impl: Implementation) -> None:

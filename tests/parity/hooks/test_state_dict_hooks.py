@@ -4,13 +4,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    PARENTS_BEFORE_CHILDREN_AFTER,
-    capturing,
-    noting,
-    parent_and_child,
-    returning,
-)
+from tests.models import parent_and_child
+from tests.parity.hooks.tools import PARENTS_BEFORE_CHILDREN_AFTER, capturing, noting, returning
 
 
 def test_pre_hook_gets_the_module_the_prefix_and_keep_vars(impl: Implementation) -> None:

@@ -6,16 +6,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.hooks.tools import (
-    WRAPPED,
-    Pair,
-    function_module,
-    inner_tensor,
-    leaf,
-    node_name,
-    noting,
-    returning,
-)
+from tests.models import function_module
+from tests.parity.hooks.tools import WRAPPED, Pair, inner_tensor, leaf, node_name, noting, returning
 
 
 FULL_KINDS = for_each(

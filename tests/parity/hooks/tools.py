@@ -107,34 +107,6 @@ def node_name(tensor: torch.Tensor) -> str | None:
 WRAPPED = "BackwardHookFunctionBackward"
 
 
-def function_module(impl: Implementation, function: Callable[..., Any]) -> Any:
-    """Make a module whose forward is the function."""
-
-    class Applied(impl.Module):
-        def forward(self, *args: object, **kwargs: object) -> object:
-            return function(*args, **kwargs)
-
-    return Applied()
-
-
 def forward_registrar(impl: Implementation, module: Any, scope: str) -> Callable[..., Any]:
     """Return what registers a forward hook, on the module or for all of them."""
     return module.register_forward_hook if scope == "module" else impl.register_module_forward_hook
-
-
-def parent_and_child(impl: Implementation) -> Any:
-    """Make a module that holds a parameter and one child `c` with a parameter and a buffer."""
-
-    class Child(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = impl.own.Parameter(torch.zeros(2))
-            self.register_buffer("b", torch.zeros(1))
-
-    class Parent(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.v = impl.own.Parameter(torch.zeros(1))
-            self.c = Child()
-
-    return Parent()

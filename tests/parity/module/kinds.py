@@ -4,7 +4,8 @@ import torch
 
 from tests.capabilities import TENSOR_LIKE_BUFFERS
 from tests.helpers import Implementation
-from tests.parity.module.nets import TensorLike, child_leaf
+from tests.models import child_leaf
+from tests.parity.module.contents import TensorLike
 
 
 def host(impl: Implementation, old: str) -> torch.nn.Module:

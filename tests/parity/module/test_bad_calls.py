@@ -2,7 +2,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import empty, leaf, raises_like_torch, run, tree
+from tests.models import empty, leaf, tree
+from tests.parity.module.contents import raises_like_torch, run
 
 
 def unfinished(impl):

@@ -1,6 +1,7 @@
 from tests.cases import for_each
 from tests.helpers import Implementation
-from tests.parity.module.nets import child_leaf, leaf, raises_like_torch
+from tests.models import child_leaf, leaf
+from tests.parity.module.contents import raises_like_torch
 
 
 def host(impl):

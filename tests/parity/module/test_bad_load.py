@@ -5,7 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import raises_like_torch, tree
+from tests.models import tree
+from tests.parity.module.contents import raises_like_torch
 
 
 LOADS = {

@@ -4,7 +4,7 @@ import torch
 from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
 from tests.helpers import same
-from tests.parity.module.nets import run
+from tests.parity.module.contents import run
 
 
 # The methods of Module that other methods call, so that an override of them is noticed.

@@ -11,7 +11,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, leaf
+from tests.models import child_leaf, leaf
 
 
 def test_init_does_not_call_the_next_class_by_default(impl: Implementation) -> None:

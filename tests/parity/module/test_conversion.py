@@ -3,43 +3,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
-
-
-def with_dtypes(impl: Implementation) -> torch.nn.Module:
-    """Build a module with a member of every kind of dtype, with gradients, over two levels."""
-
-    class Mixed(impl.Module):
-        def __init__(self):
-            super().__init__()
-            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-                name = "p_" + str(dtype).split(".")[1]
-                setattr(self, name, torch.nn.Parameter(torch.full((2,), 1.5, dtype=dtype)))
-                self.register_buffer(f"{name}_buffer", torch.full((2,), 0.25, dtype=dtype))
-            self.p_complex = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64) * (1 + 2j))
-            self.p_integer = torch.nn.Parameter(torch.arange(2), requires_grad=False)
-            self.register_buffer("flags", torch.tensor([True, False]))
-            self.register_buffer("loose", torch.ones(2), persistent=False)
-            self.register_buffer("unset", None)
-            self.register_parameter("none", None)
-            for parameter in (self.p_float32, self.p_float64, self.p_complex):
-                parameter.grad = torch.full_like(parameter, 3)
-
-    module = Mixed()
-    module.child = Mixed()
-    module.plain = torch.ones(2)
-    return module
-
-
-def state(module: torch.nn.Module) -> list[object]:
-    """Describe all members, gradients, and whether the parameters are leaves."""
-    found: list[object] = [module.plain if hasattr(module, "plain") else None]
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.append((name, type(parameter).__name__, parameter, parameter.is_leaf))
-        found.append((parameter.grad, None if parameter.grad is None else parameter.grad.is_leaf))
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        found.append((name, type(buffer).__name__, buffer, buffer.is_leaf))
-    return found
+from tests.models import child_leaf, empty, leaf, tree, with_dtypes
+from tests.parity.module.contents import run, state
 
 
 CONVERSIONS = (
@@ -297,57 +262,6 @@ def test_a_failing_function_leaves_what_came_later(impl: Implementation) -> None
     assert module.gain.dtype is torch.float32
 
 
-def test_requires_grad_reaches_all_parameters(impl: Implementation) -> None:
-    """``requires_grad_`` sets every floating point parameter, and no buffer."""
-    module = tree(impl)
-    returned = module.requires_grad_(False)
-
-    assert returned is module
-    assert not any(p.requires_grad for p in module.parameters())
-    assert module.requires_grad_().gain.requires_grad
-    assert not any(b.requires_grad for b in module.buffers())
-
-
-def test_requires_grad_of_integers():
-    """Integer parameters can be frozen, but not unfrozen."""
-
-    def scenario(impl):
-        module = with_dtypes(impl).requires_grad_(False)
-        return module.requires_grad_()
-
-    assert same(scenario)[0] == "raised"
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-@for_each("set_to_none", [True, False])
-@for_each("graph", [True, False])
-def test_zero_grad(set_to_none, graph):
-    """Gradients are dropped, or zeroed in place and cut from their graph."""
-
-    def scenario(impl):
-        module = tree(impl)
-        loss = module.gain.square().sum() + module.right.weight.sum() * module.tied
-        loss.backward(create_graph=graph)
-        grad = module.gain.grad
-        returned = module.zero_grad(set_to_none=set_to_none)
-        result = [returned, module.gain.grad is grad, grad, grad.grad_fn is None, state(module)]
-        for parameter in module.parameters():
-            parameter.grad = None
-        return result
-
-    assert same(scenario)[0] == "returned"
-
-
-def test_zero_grad_of_a_replica_warns(impl: Implementation) -> None:
-    """On a data-parallel replica ``zero_grad`` says, at the caller's line, that it does nothing."""
-    replica = child_leaf(impl)._replicate_for_data_parallel()
-    with pytest.warns(UserWarning, match="has no effect") as caught:
-        replica.zero_grad()
-
-    assert len(caught) == 1
-    assert same(lambda impl: child_leaf(impl)._replicate_for_data_parallel().zero_grad())
-
-
 def test_share_memory(impl: Implementation) -> None:
     """Parameters and buffers move to shared memory and stay the same objects."""
     module = tree(impl)
@@ -356,17 +270,6 @@ def test_share_memory(impl: Implementation) -> None:
     assert module.share_memory() is module
     assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
     assert all(t.is_shared() for t in [*module.parameters(), *module.buffers()])
-
-
-def test_train_and_eval(impl: Implementation) -> None:
-    """The mode is set on every module, and the module is returned."""
-    module = tree(impl)
-
-    assert module.eval() is module
-    assert not any(each.training for each in module.modules())
-    assert module.left.train() is module.left
-    assert [each.training for each in module.modules()] == [False, True, True, False]
-    assert module.train(False).train(True).left.inner.training is True
 
 
 @for_each("call", ["m.to('cpu')", "m.to(float64)", "m.to(memory_format=channels_last)", "m.half()"])

@@ -5,7 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, outcome, same
-from tests.parity.module.nets import child_leaf, leaf, run, tree
+from tests.models import child_leaf, leaf, tree
+from tests.parity.module.contents import run
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.module.nets import child_leaf, contents, leaf, tree
+from tests.models import child_leaf, leaf, tree
+from tests.parity.module.contents import contents
 from tests.parity.module.picklable import NETS, hook
 
 

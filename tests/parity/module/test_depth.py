@@ -8,7 +8,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation
-from tests.parity.module.nets import chain
+from tests.models import chain
 
 
 # Half of Python's default, at which the same search takes a quarter of the time.

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from tests.helpers import Implementation
-from tests.parity.module.nets import child_leaf, contents, non_leaf
+from tests.models import child_leaf
+from tests.parity.module.contents import contents, non_leaf
 
 
 OLD = {

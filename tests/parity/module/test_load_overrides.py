@@ -5,7 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, leaf, tree
+from tests.models import child_leaf, leaf, tree
 
 
 def logging_class(impl: Implementation, log: list[object], **attributes: object) -> type:

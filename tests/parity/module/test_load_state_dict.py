@@ -6,7 +6,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+from tests.models import child_leaf, empty, leaf, network, scaling, tree
+from tests.parity.module.contents import run
 
 
 def source(impl: Implementation) -> torch.nn.Module:
@@ -432,3 +433,59 @@ def test_checkpoints_move_between_torch_and_modkit(impl: Implementation) -> None
 
     assert torch.equal(module.gain, twin.gain)
     assert module.state_dict()._metadata == twin.state_dict()._metadata
+
+
+def different_state(impl: Implementation) -> dict[str, torch.Tensor]:
+    """Make a complete state for a network, with other values than a new network has."""
+    return {name: torch.full_like(t, 3) for name, t in network(impl).state_dict().items()}
+
+
+def test_loaded_values_are_copies(impl: Implementation) -> None:
+    """Later changes of the loaded tensors do not reach the module."""
+    model = network(impl)
+    state = different_state(impl)
+    model.load_state_dict(state)
+    state["scale"].zero_()
+
+    assert torch.equal(model.scale, torch.full((3,), 3.0))
+
+
+def test_assign_fills_a_module_without_storage(impl: Implementation) -> None:
+    """With assign=True, a module on the meta device gets the tensors of the state dict."""
+    model = network(impl).to("meta")
+    model.load_state_dict(different_state(impl), assign=True)
+
+    assert {t.device.type for t in model.state_dict().values()} == {"cpu"}
+    assert isinstance(model.scale, torch.nn.Parameter)
+    assert torch.equal(model.scale, torch.full((3,), 3.0))
+
+
+def test_optimizer_must_be_created_after_assigning(impl: Implementation) -> None:
+    """With assign=True the parameters are new: an earlier optimizer does not update them."""
+    model = scaling(impl, 1.0)
+    early = torch.optim.SGD(model.parameters(), lr=1.0)
+    old = model.factor
+    model.load_state_dict({"factor": torch.tensor([3.0])}, assign=True)
+    late = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(1)).sum().backward()
+
+    assert model.factor is not old
+
+    early.step()
+
+    assert model.factor.item() == 3.0
+
+    late.step()
+
+    assert model.factor.item() == 2.0
+
+
+def test_optimizer_stays_valid_after_copying(impl: Implementation) -> None:
+    """With assign=False an optimizer from before the load updates the module."""
+    model = scaling(impl, 1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.load_state_dict({"factor": torch.tensor([3.0])})
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+
+    assert model.factor.item() == 2.0

@@ -2,7 +2,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, same
-from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+from tests.models import child_leaf, empty, leaf, tree
+from tests.parity.module.contents import run
 
 
 def mixed(impl: Implementation) -> torch.nn.Module:

@@ -4,8 +4,9 @@ from packaging.version import Version
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
+from tests.models import child_leaf, empty, scaling, tensors
+from tests.parity.module.contents import TensorLike, where
 from tests.parity.module.kinds import VALUES, host
-from tests.parity.module.nets import TensorLike, child_leaf, empty, where
 
 
 def test_deletion_forgets_that_a_buffer_was_not_persistent(impl: Implementation) -> None:
@@ -366,3 +367,40 @@ def test_a_name_is_asked_for_once_for_a_value_that_is_refused(impl: Implementati
         register("weight", "text")
 
     assert reads == (["weight"] if kind != "module" else [])
+
+
+EMPTY = pytest.mark.parametrize("method", ["register_parameter", "register_buffer"])
+
+
+@EMPTY
+@pytest.mark.parametrize("move", ["double", "to meta", "to_empty", "share_memory"])
+def test_none_is_ignored_by_operations(impl: Implementation, method: str, move: str) -> None:
+    """Operations that run on parameters or buffers skip a member registered as None."""
+    operations = {
+        "double": lambda module: module.double(),
+        "to meta": lambda module: module.to("meta"),
+        "to_empty": lambda module: module.to_empty(device="cpu"),
+        "share_memory": lambda module: module.share_memory(),
+    }
+    module = scaling(impl)
+    getattr(module, method)("empty", None)
+    operations[move](module)
+
+    assert module.empty is None
+    assert list(tensors(module)) == [module.factor]
+
+
+def test_non_persistent_buffer_differs_in_the_state_dict_only(impl: Implementation) -> None:
+    """A non-persistent buffer is listed, converted and accessed like a persistent one."""
+    persistent, transient = impl.nn.Module(), impl.nn.Module()
+    persistent.register_buffer("b", torch.ones(1))
+    transient.register_buffer("b", torch.ones(1), persistent=False)
+    for module in (persistent, transient):
+        module.double()
+
+        assert [name for name, _ in module.named_buffers()] == ["b"]
+        assert module.get_buffer("b") is module.b
+        assert module.b.dtype == torch.float64
+
+    assert list(persistent.state_dict()) == ["b"]
+    assert list(transient.state_dict()) == []

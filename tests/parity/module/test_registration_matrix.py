@@ -2,8 +2,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import same
+from tests.parity.module.contents import where
 from tests.parity.module.kinds import OLD, REGISTER, VALUES, host
-from tests.parity.module.nets import where
 
 
 def attempt(module: torch.nn.Module, action: object) -> list[object]:

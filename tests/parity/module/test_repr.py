@@ -3,7 +3,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, empty, tree
+from tests.models import child_leaf, empty, tree
 
 
 EXTRA = ("", "one", "one\ntwo", "one\n\ntwo", "\n", "  spaced  ", "trailing\n", "(a): b", "ü\tx")

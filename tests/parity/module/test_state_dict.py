@@ -1,11 +1,13 @@
 import collections
+import io
 
 import pytest
 import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+from tests.models import child_leaf, empty, leaf, tree
+from tests.parity.module.contents import run
 
 
 def described(state: object) -> list[object]:
@@ -361,3 +363,33 @@ def test_batch_norm_records_its_version(impl: Implementation) -> None:
 
     assert state._metadata[""] == {"version": 2}
     assert list(state)[-1] == "num_batches_tracked"
+
+
+def counter(impl: Implementation, value: object = 0):
+    """Build a module that stores an extra object with its state."""
+
+    class Counter(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = value
+            self.received = []
+
+        def get_extra_state(self):
+            return self.count
+
+        def set_extra_state(self, state):
+            self.received.append(state)
+            self.count = state
+
+    return Counter()
+
+
+def test_picklable_extra_state_can_be_saved(impl: Implementation) -> None:
+    """A tensor as extra state goes through a file with the rest of the state."""
+    file = io.BytesIO()
+    torch.save(counter(impl, torch.tensor([5.0])).state_dict(), file)
+    file.seek(0)
+    restored = counter(impl)
+    restored.load_state_dict(torch.load(file, weights_only=True))
+
+    assert torch.equal(restored.count, torch.tensor([5.0]))

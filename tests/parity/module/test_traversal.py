@@ -7,7 +7,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.module.nets import child_leaf, empty, leaf, run, tree
+from tests.models import child_leaf, empty, function_module, leaf, network, tree
+from tests.parity.module.contents import run
 
 
 def names(module: torch.nn.Module, root: torch.nn.Module) -> str:
@@ -500,3 +501,60 @@ def test_modules_names_an_override_below_children_without_names(impl, names) -> 
     list(root.named_modules())
 
     assert prefixes[0] == prefixes[1] == ".".join([*names, "own"]).lstrip(".")
+
+
+def test_get_submodule_costs_as_much_as_the_target_is_deep(impl: Implementation) -> None:
+    """The number of lookups depends on the target's depth, not on the tree's size."""
+    lookups: list[str] = []
+
+    class Counting(impl.nn.Module):
+        def __getattr__(self, name):
+            lookups.append(name)
+            return super().__getattr__(name)
+
+        def named_modules(self, *args, **kwargs):
+            for name, module in super().named_modules(*args, **kwargs):
+                lookups.append(name)
+                yield name, module
+
+    def cost(siblings: int, target: str) -> int:
+        root = Counting()
+        for module in (root, root_child := Counting()):
+            for number in range(siblings):
+                module.add_module(f"sibling{number}", Counting())
+        root.child = root_child
+        root.child.leaf = leaf = Counting()
+        lookups.clear()
+
+        assert root.get_submodule(target) is {"child": root_child, "child.leaf": leaf}[target]
+        return len(lookups)
+
+    assert cost(100, "child") == cost(1, "child")
+    assert cost(100, "child.leaf") == cost(1, "child.leaf") == 2 * cost(1, "child")
+
+
+@pytest.mark.parametrize("method", ["get_parameter", "get_buffer"])
+def test_other_tensors_are_not_members(method: str) -> None:
+    """A plain tensor attribute is neither a parameter nor a buffer."""
+
+    def scenario(impl: Implementation) -> object:
+        module = function_module(impl, abs)
+        module.plain = torch.ones(1)
+        return getattr(module, method)("plain")
+
+    kind, error, text = same(scenario)
+
+    assert (kind, error) == ("raised", "AttributeError")
+    assert text.startswith("`plain` is not a")
+
+
+@for_each("kind", ["buffers", "children", "modules", "parameters"])
+def test_named_listing_pairs_names_with_members(impl: Implementation, kind: str) -> None:
+    """A named listing yields tuples of a str and the member that the plain listing yields."""
+    model = network(impl)
+    pairs = list(getattr(model, f"named_{kind}")())
+    members = list(getattr(model, kind)())
+
+    assert {type(pair) for pair in pairs} == {tuple}
+    assert {type(name) for name, _ in pairs} == {str}
+    assert [id(member) for _, member in pairs] == [id(member) for member in members]

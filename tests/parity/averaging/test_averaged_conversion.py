@@ -5,14 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.parity.averaging.networks import training_states
-from tests.parity.averaging_page.nets import (
-    averaged_of,
-    every_subject,
-    inputs,
-    sequential,
-    tensors,
-)
+from tests.models import normed_net, tensors
+from tests.parity.averaging.rules import averaged_of, every_subject, training_states
 
 
 CASTS = {
@@ -21,28 +15,9 @@ CASTS = {
     "half": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+
+
 every_cast = for_each("method", CASTS)
-
-
-def is_floating(tensor: torch.Tensor) -> bool:
-    """Return True for a floating-point tensor."""
-    return tensor.is_floating_point()
-
-
-@every_subject
-@every_cast
-def test_casts_of_an_average(impl: Implementation, subject: str, method: str) -> None:
-    """A cast converts floating-point tensors in place, returns self, and leaves the count int64."""
-    model, averaged = averaged_of(impl, subject)
-    objects = [id(p) for p in averaged.parameters()]
-    own = {t.dtype for t in tensors(model)}
-
-    assert getattr(averaged, method)() is averaged
-    assert {t.dtype for t in tensors(averaged) if is_floating(t)} == {CASTS[method]}
-    assert [id(p) for p in averaged.parameters()] == objects
-    assert averaged.n_averaged.dtype == torch.int64
-    assert averaged.n_averaged == 2
-    assert {t.dtype for t in tensors(model)} == own
 
 
 @every_subject
@@ -74,20 +49,6 @@ def test_a_wider_or_narrower_average_goes_on(subject: str, method: str) -> None:
         return averaged, list(tensors(averaged))
 
     assert same(scenario)[0] == "returned"
-
-
-@every_subject
-@pytest.mark.parametrize(
-    "dst_type",
-    [torch.float64, "torch.DoubleTensor", torch.DoubleTensor],
-    ids=["dtype", "string", "class"],
-)
-def test_type_casts_all_tensors(impl: Implementation, subject: str, dst_type) -> None:
-    """`type` casts all parameters and buffers, the count included, and returns self."""
-    _, averaged = averaged_of(impl, subject)
-
-    assert averaged.type(dst_type) is averaged
-    assert {t.dtype for t in tensors(averaged)} == {torch.float64}
 
 
 @pytest.mark.parametrize("updates", [0, 2])
@@ -135,25 +96,6 @@ def test_forms_of_to(subject: str, form: str) -> None:
     assert value[1][:2] == [("bool", "True"), ("str", "'torch.int64'")]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "float64"], ids=str)
-def test_to_accepts_floating_point_or_complex_types_only(dtype) -> None:
-    """Other dtypes, and dtypes by name, raise torch's error."""
-
-    def scenario(impl: Implementation) -> object:
-        return averaged_of(impl, "sequential")[1].to(dtype=dtype)
-
-    assert same(scenario)[:2] == ("raised", "TypeError")
-
-
-def test_printed_casts_of_to(impl: Implementation) -> None:
-    """The example: `to(torch.double)` casts the weight and returns what prints as before."""
-    averaged = impl.AveragedModel(impl.nn.Linear(2, 2))
-    text = repr(averaged)
-
-    assert repr(averaged.to(torch.double)) == text
-    assert averaged.module.weight.dtype == torch.float64
-
-
 def test_complex_example_of_to(impl: Implementation) -> None:
     """The example with torch.cdouble: the average is complex, computes and is averaged."""
     model = impl.nn.Linear(2, 2, bias=None)
@@ -185,17 +127,6 @@ def test_channels_last_reaches_the_copy(impl: Implementation) -> None:
 
 
 @every_subject
-@pytest.mark.parametrize("recurse", [True, False])
-def test_to_empty(impl: Implementation, subject: str, recurse: bool) -> None:
-    """Tensors move without their data; with recurse=False the count alone."""
-    _, averaged = averaged_of(impl, subject)
-
-    assert averaged.to_empty(device="meta", recurse=recurse) is averaged
-    assert averaged.n_averaged.device.type == "meta"
-    assert {t.device.type for t in tensors(averaged.module)} == {"meta" if recurse else "cpu"}
-
-
-@every_subject
 def test_an_average_on_meta_is_filled_by_to_empty_and_a_load(
     impl: Implementation, subject: str
 ) -> None:
@@ -224,37 +155,7 @@ def test_share_memory(impl: Implementation, subject: str) -> None:
     assert not any(p.is_shared() for p in model.parameters())
 
 
-# --- devices ---------------------------------------------------------------------------------------
-
-
-@every_subject
-def test_cpu_keeps_what_is_there(impl: Implementation, subject: str) -> None:
-    """`cpu` returns self and leaves tensors on the CPU as they are."""
-    _, averaged = averaged_of(impl, subject)
-    before = [(id(t), t.data_ptr()) for t in tensors(averaged)]
-
-    assert averaged.cpu() is averaged
-    assert [(id(t), t.data_ptr()) for t in tensors(averaged)] == before
-
-
 ACCELERATORS = for_each("method", ["cuda", "ipu", "mtia", "xpu"])
-
-
-@ACCELERATORS
-@pytest.mark.parametrize("device", [(), (0,)], ids=["default", "index"])
-def test_a_device_that_is_not_there(method: str, device: tuple[int, ...]) -> None:
-    """Without the device, its method raises torch's error and leaves the average as it was."""
-    backend = getattr(torch, method, None)
-    if backend is not None and backend.is_available():
-        pytest.skip("needs a machine without the device")
-
-    def scenario(impl: Implementation) -> object:
-        _, averaged = averaged_of(impl, "sequential")
-        with pytest.raises((RuntimeError, AssertionError, NotImplementedError)) as caught:
-            getattr(averaged, method)(*device)
-        return type(caught.value).__name__, str(caught.value), averaged
-
-    assert same(scenario)[0] == "returned"
 
 
 @ACCELERATORS
@@ -282,7 +183,7 @@ def test_a_device_gets_all_parameters_and_buffers(
 @every_cast
 def test_conversions_with_swapped_parameters(impl: Implementation, method: str, swap: bool) -> None:
     """With and without swap_module_params_on_conversion, Parameter objects and averages stay."""
-    model = sequential(impl)
+    model = normed_net(impl)
     averaged = impl.AveragedModel(model)
     averaged.update_parameters(model)
     objects = [id(p) for p in averaged.parameters()]
@@ -302,16 +203,3 @@ def test_conversions_with_swapped_parameters(impl: Implementation, method: str, 
     assert averaged.n_averaged == 2
     for own, expected in zip(averaged.parameters(), halves, strict=True):
         torch.testing.assert_close(own.detach(), expected)
-
-
-@every_subject
-def test_converted_parameters_may_be_optimized(impl: Implementation, subject: str) -> None:
-    """An optimizer that is constructed after a conversion trains the average."""
-    _, averaged = averaged_of(impl, subject)
-    averaged.double()
-    before = freeze(list(averaged.parameters()))
-    optimizer = torch.optim.SGD(averaged.parameters(), lr=0.1)
-    averaged(inputs().double()).square().sum().backward()
-    optimizer.step()
-
-    assert freeze(list(averaged.parameters())) != before

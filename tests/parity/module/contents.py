@@ -1,4 +1,4 @@
-"""Small modules for the tests of ``Module``, and a record of everything that a module holds."""
+"""A record of everything that a module holds, and calls that must fail as in torch."""
 
 from __future__ import annotations
 
@@ -14,85 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-def empty(impl: Implementation) -> torch.nn.Module:
-    """Build a module without members; its class name is the same in both implementations."""
-
-    class Empty(impl.Module):
-        pass
-
-    return Empty()
-
-
-def leaf(impl: Implementation, value: float = 1.0) -> torch.nn.Module:
-    """Build a module with one member of every kind, ``None`` slots included, but no child."""
-
-    class Leaf(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.full((2, 3), value))
-            self.register_parameter("bias", None)
-            self.register_buffer("mean", torch.full((3,), value))
-            self.register_buffer("steps", torch.tensor(7))
-            self.register_buffer("scratch", torch.ones(1), persistent=False)
-            self.register_buffer("unset", None)
-            self.flag = 3
-
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return value * self.weight + self.mean
-
-    return Leaf()
-
-
-def tree(impl: Implementation) -> torch.nn.Module:
-    """Build three levels with a shared child, a ``None`` child and a tied parameter."""
-
-    class Branch(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = leaf(impl, 2.0)
-            self.scale = torch.nn.Parameter(torch.tensor(0.5))
-
-    class Tree(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
-            self.left = Branch()
-            self.right = leaf(impl, 3.0)
-            self.again = self.right
-            self.add_module("nothing", None)
-            self.tied = self.left.scale
-            self.label = "tree"
-
-    return Tree()
-
-
-def chain(impl: Implementation, depth: int) -> torch.nn.Module:
-    """Build ``depth`` modules, each the only child of the one before; the last has a parameter."""
-
-    class Link(impl.Module):
-        def forward(self, value: torch.Tensor) -> torch.Tensor:
-            return self.n(value) if "n" in self._modules else value + self.weight
-
-    node = Link()
-    node.weight = torch.nn.Parameter(torch.ones(1))
-    for _ in range(depth - 1):
-        parent = Link()
-        parent.n = node
-        node = parent
-    return node
-
-
-def child_leaf(impl: Implementation) -> torch.nn.Module:
-    """Build the smallest module that has a parameter, to be used as a child."""
-
-    class Child(impl.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(1))
-
-    return Child()
 
 
 class TensorLike:
@@ -139,6 +60,17 @@ def contents(module: torch.nn.Module, prefix: str = "") -> Contents:
         if child is not None:
             entries += contents(child, f"{prefix}{name}.").entries
     return Contents(entries)
+
+
+def state(module: torch.nn.Module) -> list[object]:
+    """Describe all members, gradients, and whether the parameters are leaves."""
+    found: list[object] = [module.plain if hasattr(module, "plain") else None]
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        found.append((name, type(parameter).__name__, parameter, parameter.is_leaf))
+        found.append((parameter.grad, None if parameter.grad is None else parameter.grad.is_leaf))
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        found.append((name, type(buffer).__name__, buffer, buffer.is_leaf))
+    return found
 
 
 def frozen(value: object) -> object:

@@ -1,32 +1,13 @@
-"""Networks and update rules that the tests of averaging share."""
+"""Update rules that the tests of averaging share, and what a model goes through in between."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
-
-
-def normed_net(impl: Implementation) -> torch.nn.Module:
-    """Build a network with parameters, float buffers and an integer buffer."""
-    return impl.nn.Sequential(
-        impl.nn.Linear(3, 4), impl.nn.BatchNorm1d(4), impl.nn.ReLU(), impl.nn.Linear(4, 2)
-    )
-
-
-def one_weight(impl: Implementation, value: float = 0.0) -> torch.nn.Module:
-    """Build a network that consists of a single number."""
-    model = impl.nn.Linear(1, 1, bias=False)
-    return set_weight(model, value)
-
-
-def set_weight(model: torch.nn.Module, value: float) -> torch.nn.Module:
-    """Give every parameter of the model one value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+from tests.models import network, normed_net
 
 
 def training_states(model: torch.nn.Module, count: int) -> Iterator[int]:
@@ -88,3 +69,32 @@ RULES: dict[str, Callable[[Implementation], dict[str, Any]]] = {
     "multi_avg_fn ema": lambda impl: {"multi_avg_fn": impl.get_ema_multi_avg_fn(0.8)},
     "multi_avg_fn own": lambda impl: {"multi_avg_fn": decaying_lists},
 }
+
+
+# A user class over a user class and a container; a layer with buffers; a container; a plain layer.
+SUBJECTS: dict[str, Callable[[Implementation], Any]] = {
+    "user": network,
+    "norm": lambda impl: impl.nn.BatchNorm1d(3),
+    "sequential": normed_net,
+    "layer": lambda impl: impl.nn.Linear(3, 2),
+}
+every_subject = for_each("subject", SUBJECTS)
+
+
+def build(impl: Implementation, subject: str) -> Any:
+    """Build the model of a subject; all of them take inputs with three features."""
+    return SUBJECTS[subject](impl)
+
+
+def averaged_of(impl: Implementation, subject: str, updates: int = 2, **arguments: Any) -> Any:
+    """Return a model, and its average after some updates."""
+    model = build(impl, subject)
+    averaged = impl.AveragedModel(model, **arguments)
+    for _ in training_states(model, updates):
+        averaged.update_parameters(model)
+    return model, averaged
+
+
+def inputs(rows: int = 5) -> torch.Tensor:
+    """Return a batch that depends on nothing."""
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))
