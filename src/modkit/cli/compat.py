@@ -7,8 +7,9 @@ from typing import Any, get_args
 import click
 
 from modkit.cli import _tables as ui
+from modkit.compat.behaviours import areas
 from modkit.compat.model import Target, TargetError, compare, failed
-from modkit.compat.run import Report, areas, run
+from modkit.compat.run import Report, run
 from modkit.compat.suite import Kind, Suite, SuiteError, SuiteReport, compare_suite, project_of
 from modkit.errors import printable
 from modkit.files.atomic_write import atomic_write
@@ -127,9 +128,12 @@ def _compare_model(target: Target) -> Report:
     click.echo(f"building {printable(target.path)} on torch and on modkit, and comparing", err=True)
     try:
         with ui.progress("comparing"):
-            return Report(*compare(target), by_area=False)
+            title, results = compare(
+                target, progress=lambda check: click.echo(f"  {check}", err=True)
+            )
     except TargetError as error:
         raise click.UsageError(str(error)) from error
+    return Report(title, results, by_area=False)
 
 
 def _compare_behaviors(chosen: tuple[str, ...]) -> Report:

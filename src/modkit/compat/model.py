@@ -4,7 +4,7 @@ Two processes, because a package that is imported twice in one registers its ope
 """
 
 import copy
-import importlib.util
+import importlib
 import io
 import multiprocessing
 import os
@@ -14,12 +14,9 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -27,7 +24,7 @@ from torch import Tensor
 
 from modkit.compat.outcomes import Library, Outcome, leaves, outcome
 from modkit.compat.run import NOT_COMPARED, Result
-from modkit.compat.swap import swap_source
+from modkit.compat.swapped_imports import SwappedImports
 
 
 _SHAPE: Final = re.compile(r"\d+(,\d+)*")
@@ -59,54 +56,18 @@ class Target(NamedTuple):
     swap: Sequence[str] = ()
 
 
-class _Loader(SourceFileLoader):
-    """Compiles the rewritten source; cached bytecode is that of the original source."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        """Return the code of a module, compiled anew.
-
-        Args:
-            fullname: The name of the module.
-
-        Returns:
-            The code, with the line numbers of the original source.
-        """
-        path = self.get_filename(fullname)
-        source = importlib.util.decode_source(self.get_data(path))
-        code: CodeType = compile(swap_source(source), path, "exec", dont_inherit=True)
-        return code
-
-
-class Swap(MetaPathFinder):
-    """Imports the packages of a target with modkit in place of ``torch.nn``.
+def packages_of(target: Target) -> set[str]:
+    """Return the names of the packages that are rewritten on modkit's side.
 
     Args:
         target: The model to build.
+
+    Returns:
+        The package or script of the target, and those of ``target.swap``.
     """
-
-    def __init__(self, target: Target) -> None:
-        home = target.path.rpartition(":")[0]
-        package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
-        # Both sides run on torch, whose layers are also modkit's.
-        self._packages = {package, *target.swap} - {"torch", "modkit"}
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a source file in one of the packages.
-
-        Args:
-            fullname: The name of the module to import.
-            path: Where to look, if it is in a package.
-            target: As for all finders; not used.
-
-        Returns:
-            A spec whose loader rewrites the source; None for other modules.
-        """
-        if not any(f"{fullname}.".startswith(f"{package}.") for package in self._packages):
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and type(spec.loader) is SourceFileLoader:
-            spec.loader = _Loader(fullname, spec.loader.path)
-        return spec
+    home = target.path.rpartition(":")[0]
+    package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
+    return {package, *target.swap}
 
 
 def object_at(path: str) -> Any:
@@ -278,12 +239,31 @@ def _checked(function: Callable[[], Any] | None) -> Outcome:
     return kind, *rest, []
 
 
+def _counted(model: torch.nn.Module, base: type) -> str:
+    """Say how many modules, and how many classes of the user, derive from modkit's Module."""
+    classes = [type(module) for module in model.modules()]
+    of_user = {cls for cls in classes if cls.__module__.partition(".")[0] != "torch"}
+    still_torch = sorted(
+        f"{cls.__module__}.{cls.__qualname__}" for cls in of_user if base not in cls.__mro__
+    )
+    lines = [
+        f"{len(classes)} modules, {sum(base in cls.__mro__ for cls in classes)} of modkit's Module"
+    ]
+    if of_user:
+        lines.append(
+            f"{len(of_user) - len(still_torch)} of {len(of_user)} classes outside of torch"
+        )
+    if still_torch:
+        lines.append(f"still torch's: {', '.join(still_torch)}")
+    return "; ".join(lines)
+
+
 def side(connection: Connection, name: Literal["torch", "modkit"], target: Target) -> None:
     """Build and check the model for one library, then load the state dict that is received.
 
-    This is the main function of a process. It sends the number of modules, the outcomes and the
-    state dict, or an exception; after it has received the state dict of the other side, it sends
-    the outcome of loading that.
+    This is the main function of a process. It sends the name of each check as it begins, and then
+    the number of modules, the outcomes and the state dict; or an exception. After it has received
+    the state dict of the other side, it sends the outcome of loading that.
 
     Args:
         connection: The connection to the process of the command line.
@@ -293,7 +273,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
     if name == "modkit":
-        sys.meta_path.insert(0, Swap(target))
+        sys.meta_path.insert(0, SwappedImports(packages_of(target)))
     try:
         model = build(target)
         inputs = inputs_of(target, model)
@@ -302,26 +282,30 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         connection.send(error if isinstance(error, TargetError) else RuntimeError(reason))
         return
 
-    base = Library(name).nn.Module
-    bases = [type(module).__mro__ for module in model.modules()]
-    outcomes = {check: _checked(function) for check, function in checks(model, inputs).items()}
+    modules = _counted(model, Library(name).nn.Module)
+    outcomes: dict[str, Outcome] = {}
+    for check, function in checks(model, inputs).items():
+        connection.send(check)
+        outcomes[check] = _checked(function)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
 
-    count = f"{len(bases)} modules, {sum(base in mro for mro in bases)} of modkit's Module"
     made = "" if target.inputs or inputs is None else ", made for its first layers"
-    count = f"{count}; called with {_described(inputs)}{made}"
-    connection.send((count, outcomes, file.getvalue()))
+    title = f"{modules}; called with {_described(inputs)}{made}"
+    connection.send((title, outcomes, file.getvalue()))
 
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(_checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
 
-def compare(target: Target) -> tuple[str, list[Result]]:
+def compare(
+    target: Target, progress: Callable[[str], object] = lambda check: None
+) -> tuple[str, list[Result]]:
     """Build the model on torch and on modkit, and compare.
 
     Args:
         target: The model to build.
+        progress: Called with the name of each check when torch begins it.
 
     Returns:
         A title, and a result for each check.
@@ -345,10 +329,10 @@ def compare(target: Target) -> tuple[str, list[Result]]:
 
         of_torch, of_modkit = connections
         try:
-            first = of_torch.recv()
+            first = _received(of_torch, progress)
             if isinstance(first, Exception):
                 raise first
-            second = of_modkit.recv()
+            second = _received(of_modkit)
             if isinstance(second, Exception):
                 built: Outcome = ("returns", "a model", [])
                 failed: Outcome = ("raises", str(second), [])
@@ -365,6 +349,17 @@ def compare(target: Target) -> tuple[str, list[Result]]:
 
     results = [_result(check, left[check], right[check]) for check in left]
     return f"{target.path}: {count}", results
+
+
+def _received(
+    connection: Connection, progress: Callable[[str], object] = lambda check: None
+) -> Any:
+    """Receive what a side has to say after the names of its checks."""
+    while True:
+        message = connection.recv()
+        if not isinstance(message, str):
+            return message
+        progress(message)
 
 
 def _result(check: str, left: Outcome, right: Outcome) -> Result:

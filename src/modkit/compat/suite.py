@@ -28,7 +28,7 @@ REPEATS: Final = 3
 _RAN: Final = (0, 1)
 # The folder that holds one of these is the user's project.
 _PROJECT_FILES: Final = ("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "tox.ini", ".git")
-# Differences that the exception alone shows, with their rows in docs/parity.md.
+# Differences that the exception alone shows, with their rows in docs/differences.md.
 LISTED: Final[Mapping[str, str]] = {
     r"modkit: TypeError: metaclass conflict": (
         "A class can have any metaclass | One that does not derive from `type(nn.Module)`, which "
@@ -41,7 +41,7 @@ LISTED: Final[Mapping[str, str]] = {
         "for NumPy. It finds the source of methods, and of classes of users"
     ),
     r"modkit: PackagingError: ": (
-        "`torch.package` leaves torch outside of a package by itself | Say so for modkit: "
+        "`torch.package` leaves torch out of a package by itself | modkit is left out after "
         '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules'
     ),
     r"modkit: UserWarning: .*took none of": (

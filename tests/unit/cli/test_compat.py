@@ -4,6 +4,7 @@ import json
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import pytest
@@ -13,8 +14,9 @@ from modkit.cli._commands import commands
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
-from modkit.compat.model import Swap, Target, TargetError, build, failed, inputs_of
+from modkit.compat.model import Target, TargetError, build, failed, inputs_of, packages_of
 from modkit.compat.outcomes import difference, outcome
+from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
 
 
@@ -129,7 +131,7 @@ def test_a_model_that_is_equal(script: Path, tmp_path: Path) -> None:
     assert found.exit_code == 0
     made = "called with float32 (2, 3), made for its first layers"
     for text in (
-        f"2 modules, 1 of modkit's Module; {made}",
+        f"2 modules, 1 of modkit's Module; 1 of 1 classes outside of torch; {made}",
         "torch.export",
         "loading the state dict",
     ):
@@ -147,7 +149,9 @@ def test_torch_itself_is_not_rewritten() -> None:
     report = json.loads(found.stdout)
     assert (found.exit_code, report["areas"]["all"]["equal"]) == (0, 12)
     assert "1 modules, 0 of modkit's Module" in report["title"]
-    assert found.stderr == "building torch.nn:Linear on torch and on modkit, and comparing\n"
+    first, *steps = found.stderr.splitlines()
+    assert first == "building torch.nn:Linear on torch and on modkit, and comparing"
+    assert steps[:2] == ["  structure", "  text"]
     # Both processes together took 17 s of CPU time when torch was rewritten, and take 6 s.
     assert after.ru_utime - before.ru_utime < 12
 
@@ -227,7 +231,7 @@ def test_targets_that_cannot_be_used(script: Path, target: str, message: str) ->
 def test_only_the_swapped_package_is_rewritten(script: Path) -> None:
     """Classes of the package derive from modkit's Module; its lines keep their numbers."""
     target = Target(f"{script}:Net", inputs=["2,3"])
-    sys.meta_path.insert(0, Swap(target))
+    sys.meta_path.insert(0, SwappedImports(packages_of(target)))
     model = build(target)
 
     line = SCRIPT[: SCRIPT.index("def forward")].count("\n") + 1
@@ -251,3 +255,24 @@ def test_guessed_inputs(layer: str, shape: tuple[int, ...] | None) -> None:
     found = inputs_of(Target("a:b"), nn.Sequential(eval(f"nn.{layer}")))
 
     assert (found and found[0][0].shape) == shape
+
+
+def test_classes_that_are_not_swapped_are_named(tmp_path: Path, monkeypatch: Any) -> None:
+    """The title counts the user's classes, and names those that still derive from torch's Module."""
+    (tmp_path / "heads.py").write_text("import torch\n\nclass Head(torch.nn.Linear):\n    pass\n")
+    (tmp_path / "whole.py").write_text(
+        "from torch import nn\nfrom heads import Head\n\n"
+        "class Whole(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.head = Head(2, 2)\n\n"
+        "    def forward(self, x):\n"
+        "        return self.head(x)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = invoke("whole.py:Whole", "--input", "1,2", "--json")
+
+    title = json.loads(found.stdout)["title"]
+    assert "2 modules, 1 of modkit's Module; 1 of 2 classes outside of torch" in title
+    assert "still torch's: heads.Head" in title
+    assert found.stderr.splitlines()[1:3] == ["  structure", "  text"]
