@@ -297,6 +297,8 @@ def lint(session: nox.Session) -> None:
     install(session, "lint", project=False)
     session.run("ruff", "format", "--check")
     session.run("ruff", "check")
+    session.run("ruff", "check", "--preview", "--select", "DOC501", "src")
+    session.run("pydoclint", "src")
     session.run("codespell")
     session.run("lint-imports", env={"PYTHONPATH": "src"})
     session.run("validate-pyproject", "pyproject.toml")

@@ -87,6 +87,9 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
 
     What they return is checked like what was to be registered. Torch stores it unseen, and the
     error comes up in a place that has nothing to do with the hook.
+
+    Raises:
+        TypeError: A hook has returned an object of another kind.
     """
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
     result = value
