@@ -1,6 +1,7 @@
-"""Write the code lines per capability into CONTRIBUTING.md: `python docs/count_lines.py`.
+"""Write the lines per capability into CONTRIBUTING.md: `python docs/count_lines.py`.
 
-Code lines are those that are neither blank nor part of a comment or docstring. Words are free.
+Code lines are those that are neither blank nor part of a comment or docstring. They have a limit;
+docstrings and comments have none.
 """
 
 import ast
@@ -8,6 +9,7 @@ import io
 import re
 import tokenize
 from pathlib import Path
+from typing import NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,13 +35,28 @@ CAPABILITIES = {
 
 # Tokens of lines that hold no code. A docstring is an expression of its own, found in the tree.
 NO_CODE = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    *(tokenize.ENDMARKER, tokenize.ENCODING),
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+    tokenize.ENCODING,
 }
 
 
-def code_lines(source: str) -> int:
-    """Return the number of lines of Python code, without docstrings, comments and blank lines."""
+class Lines(NamedTuple):
+    """The number of lines of each sort. A line of code with a comment behind it is both."""
+
+    code: int
+    docstring: int
+    comment: int
+
+
+def count_lines(source: str) -> Lines:
+    """Count the lines of a file; blank lines, also those in docstrings, are of no sort."""
+    written = {number for number, line in enumerate(source.splitlines(), 1) if line.strip()}
+
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -47,11 +64,14 @@ def code_lines(source: str) -> int:
             if first is not None and ast.get_docstring(node, clean=False) is not None:
                 documented.update(range(first.lineno, (first.end_lineno or 0) + 1))
 
-    lines: set[int] = set()
+    code: set[int] = set()
+    commented: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in NO_CODE:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - documented)
+        if token.type == tokenize.COMMENT:
+            commented.add(token.start[0])
+        elif token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return Lines(len(code - documented), len(documented & written), len(commented))
 
 
 def shipped() -> dict[str, Path]:
@@ -59,30 +79,32 @@ def shipped() -> dict[str, Path]:
     return {path.relative_to(SOURCE).as_posix(): path for path in SOURCE.rglob("*.py")}
 
 
-def count() -> dict[str, tuple[int, int]]:
-    """Return the number of files and of code lines of each capability."""
-    rest = shipped()
-    found = {}
-    for name, parts in CAPABILITIES.items():
-        files = [
-            f for f in rest if any(f == part or f.startswith(part and f"{part}/") for part in parts)
-        ]
-        lines = sum(code_lines(rest.pop(file).read_text(encoding="utf-8")) for file in files)
-        found[name] = (len(files), lines)
-    return found
+def count() -> dict[str, tuple[int, ...]]:
+    """Return the number of files and of lines of each sort, of each capability."""
+    remaining = shipped()
+    counts: dict[str, tuple[int, ...]] = {}
+    for name, folders in CAPABILITIES.items():
+        # The foundation is the empty prefix: all files that are left.
+        prefixes = tuple(f"{folder}/" if folder else "" for folder in folders)
+        files = [file for file in remaining if file in folders or file.startswith(prefixes)]
+
+        lines = [count_lines(remaining.pop(file).read_text(encoding="utf-8")) for file in files]
+        counts[name] = (len(files), *map(sum, zip(*lines, strict=True)))
+    return counts
 
 
 def table() -> str:
     """Render the counts in Markdown, the largest first, with their sum."""
     rows = sorted(count().items(), key=lambda row: -row[1][1])
     total = tuple(map(sum, zip(*(numbers for _, numbers in rows), strict=True)))
-    lines = [
-        f"| {name} | {files} | {lines:,} |" for name, (files, lines) in [*rows, ("sum", total)]
-    ]
-    return "\n".join(["| capability | files | code lines |", "|---|--:|--:|", *lines])
+
+    lines = ["| capability | files | code | docstring | comment |", "|---|--:|--:|--:|--:|"]
+    for name, numbers in [*rows, ("sum", total)]:
+        lines.append(" | ".join([f"| {name}", *(f"{number:,}" for number in numbers)]) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    text = PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
     block = re.compile("(?<=<!-- lines -->\n\n).*?(?=\n\n<!-- end of lines -->)", re.DOTALL)
-    PAGE.write_text(block.sub(lambda _: table(), text), encoding="utf-8")
+    PAGE.write_text(block.sub(lambda _: table(), page), encoding="utf-8")
