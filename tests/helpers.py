@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.nn.modules.module as torch_module
 
+from modkit.compat.outcomes import freeze_tensor
+
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -135,31 +137,14 @@ _PLAIN = {str, int, bool, float, type(None)}
 def freeze(value: Any) -> Any:
     """Turn a value into plain data that compares bitwise.
 
-    Tensors become (kind, dtype, device, shape, stride-free bytes, requires_grad); modules become
-    their repr and their frozen state; containers are frozen recursively.
+    Tensors are described as in ``modkit compat``: kind, dtype, device, shape, a digest of their
+    bits, requires_grad. Modules become their repr and their frozen state. Unlike there, containers
+    and numbers keep their types.
     """
     if type(value) in _PLAIN:
         return (type(value).__name__, repr(value))
     if isinstance(value, torch.Tensor):
-        if value.is_meta:
-            data: Any = "meta"
-        elif value.is_sparse:
-            data = freeze(value.to_dense())
-        elif value.is_quantized:
-            data = freeze(value.dequantize())
-        else:
-            # A clone, since a tensor of one element counts as contiguous whatever its stride is.
-            plain = value.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
-            data = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-        kind = "Parameter" if isinstance(value, torch.nn.Parameter) else "Tensor"
-        return (
-            kind,
-            str(value.dtype),
-            str(value.device),
-            tuple(value.shape),
-            data,
-            value.requires_grad,
-        )
+        return freeze_tensor(value)
     if isinstance(value, torch.fx.Proxy):
         return ("Proxy", repr(value))
     if isinstance(value, torch.nn.Module):
