@@ -33,8 +33,10 @@ def descend(
         RecursionError: A module contains itself.
     """
     parent, children = root, iter(root._modules.items())
+    # The modules between the root and ``parent``, each with its state and the rest of its children.
     parents: list[Any] = []
     active = {id(root)}
+
     while True:
         for name, child in children:
             if child is None:
@@ -42,6 +44,7 @@ def descend(
             entered = enter(name, child, state)
             if entered is None:
                 continue
+
             below = child._modules
             if below:
                 # After ``enter``: a module that is skipped handles a cycle itself, as in torch.
@@ -54,6 +57,7 @@ def descend(
             if leave is not None:
                 leave(child, entered)
         else:
+            # All children are done.
             if not parents:
                 return
             if leave is not None:

@@ -196,6 +196,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         return module(*args, **kwargs)
 
     def trained() -> Any:
+        # A copy, so that the checks after this one get the initial weights.
         net = copy.deepcopy(model).train()
         outputs = leaves(call(net))
         losses = [t.abs().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
@@ -210,6 +211,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         program = torch.export.export(model, tuple(args), dict(kwargs))
         return str(program.graph), list(program.state_dict), call(program.module())
 
+    # The names are those of the report.
     forward = {
         "output in evaluation mode": lambda: call(model.eval()),
         "output, gradients and buffers in training mode": trained,
@@ -288,6 +290,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         connection.send(check)
         outcomes[check] = _checked(function)
     file = io.BytesIO()
+    # After the checks, one of which sets evaluation mode; none has changed a parameter.
     torch.save(model.state_dict(), file)
 
     made = "" if target.inputs or inputs is None else ", made for its first layers"
@@ -325,6 +328,7 @@ def compare(
             process.start()
             stack.callback(process.join)
             stack.callback(process.terminate)
+            # With one end open here, an ended process would not end the reading.
             theirs.close()
 
         of_torch, of_modkit = connections

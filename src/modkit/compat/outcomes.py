@@ -109,6 +109,7 @@ def freeze_tensor(tensor: torch.Tensor) -> str:
     words: list[object] = [kind, tensor.dtype, tensor.device, tuple(tensor.shape), _digest(tensor)]
     if tensor.requires_grad:
         words.append("requires grad")
+    # The report then shows by how much two tensors differ.
     if tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse):
         words.append(tensor.tolist())
     return " ".join(map(str, words))
@@ -163,8 +164,10 @@ def freeze(value: Any) -> Any:
         frozen = [freeze(item) for item in value]
         return frozen if type(value) in {list, tuple} else (type(value).__name__, frozen)
 
+    # By name: classes and functions of modkit take the place of those of torch.
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return value.__qualname__
+    # The default shows an address.
     shows: object = type(value).__repr__
     if shows is object.__repr__:
         return f"a {type(value).__qualname__}"
@@ -199,6 +202,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
     Returns:
         ``("returns", value, warnings)`` or ``("raises", type, text, warnings)``.
     """
+    # The generator itself: ``torch.manual_seed`` also seeds every accelerator, which takes longer.
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

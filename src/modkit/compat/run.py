@@ -64,6 +64,7 @@ def run_case(area: str, name: str, case: Case) -> Result:
     if listed is None:
         return Result(area, name, "equal" if left == right else "unlisted", left, right)
 
+    # Exactly as listed, and without a warning.
     expected_left: Outcome = ("returns", freeze(listed.torch), [])
     expected_right: Outcome = ("returns", freeze(listed.modkit), [])
     if (left, right) == (expected_left, expected_right):

@@ -162,6 +162,7 @@ def _uses(tree: ast.Module) -> Iterator[tuple[ast.Name, str, str]]:
     With it come the namespace, and the replacement of the name.
     """
     bound = {"torch": "torch"}
+    # Names that imports bind anywhere in the file, whatever their scope.
     for node in _walk(tree):
         if isinstance(node, ast.Import):
             bound.update({a.asname: a.name for a in node.names if a.asname})

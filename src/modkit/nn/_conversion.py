@@ -266,6 +266,7 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             move = tensor.to
             target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
             options: Any = {"memory_format": memory_format} if formatted else {}
+
             return move(device, target, non_blocking, **options)
         except NotImplementedError as error:
             # Other operations that are not implemented keep their own error.

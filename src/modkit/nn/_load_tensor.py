@@ -128,6 +128,8 @@ def try_out(entry: Entry, *, assign: bool) -> list[str]:
         The text of the problem in a list; an empty list if there is none.
     """
     _, _, _, key, target, value = entry
+
+    # The steps of ``write``, on a copy of the target: their error is the problem.
     try:
         with torch.no_grad():
             if not assign:
@@ -177,6 +179,7 @@ def write(entry: Entry, *, assign: bool, ties: Ties | None) -> list[str]:
     """
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
+
     try:
         if swap:
             _swap_in(target, value, assign=assign)

@@ -112,6 +112,7 @@ def run_backward(
 ) -> Any:
     """Run the backward pass of a small network with hooks on its parts."""
     net, log = lib.nets.Pair(lib.nets.Scale(2.0), scale(lib, forward)), Log()
+    # The hooks of one part, and those of all around it, see the same gradients.
     hooked(net.right, method, log.hook("first"), log.hook("second", result), **options)
     hooked(net, method, log.hook("whole"))
     x = X.clone().requires_grad_()

@@ -66,6 +66,7 @@ def load_nothing(net: Any) -> Any:
     return net.load_state_dict({})
 
 
+# Kinds of hooks; a private one is registered by a method whose name begins with an underscore.
 SAVE: Final = "state_dict_pre_hook state_dict_post_hook _state_dict_hook"
 LOAD: Final = "load_state_dict_pre_hook load_state_dict_post_hook _load_state_dict_pre_hook"
 SAVING: Final[Uses] = {

@@ -82,6 +82,7 @@ FUNCTIONAL: Final[Uses] = {
 
 def compiled(net: Any, use: Callable[[Any], Any] = lambda run: run(X)) -> Any:
     """Use the network compiled without code generation."""
+    # Without what an earlier case has compiled.
     torch.compiler.reset()
     return use(torch.compile(net, backend="eager"))
 
@@ -192,6 +193,7 @@ SCHEDULES: Final[Any] = {
 
 def fast(lib: Library, *layers: nn.Module, use: Callable[[Any], Any] = lambda net: net(X)) -> Any:
     """Use a network, with modkit inside of ``fast_inference``."""
+    # Each library gets layers of its own: tables are built once, when this file is imported.
     net = nn.Sequential(lib.net(), *copy.deepcopy(layers)).eval()
     scope = modkit.fast_inference(net) if lib.name == "modkit" else nullcontext()
     with torch.inference_mode(), scope:
