@@ -9,9 +9,7 @@ from tests.integration.pages import DOCS
 
 def cells():
     """Return the feature, the library and the outcome of each cell of the table in docs/comparison.md."""
-    found = json.loads(
-        (DOCS / "_render" / "results" / "averaging_libraries.json").read_text(encoding="utf-8")
-    )
+    found = json.loads((DOCS / "_render" / "results" / "averaging_libraries.json").read_text(encoding="utf-8"))
     return [
         (feature, library, outcome)
         for feature, outcomes in found["features"].items()
