@@ -42,6 +42,17 @@ def test_readme_of_the_generators_lists_what_is_generated():
     assert sorted(name for name, how_much in listed.items() if not how_much) == sorted(partly)
 
 
+def test_readme_begins_with_what_a_newcomer_needs():
+    """A picture and three reasons, the installation, the average; the import of modkit.nn is last."""
+    first_screen = README.partition("\n## ")[0]
+    headings = re.findall(r"^## (.*)", README, re.MULTILINE)
+
+    assert re.findall(r"^!\[.+\]\(docs/_static/\w+\.svg\)$", first_screen, re.MULTILINE)
+    assert re.findall(r"^(\d)\. \*\*", first_screen, re.MULTILINE) == ["1", "2", "3"]
+    assert headings[:2] == ["Install", "Average the weights"]
+    assert README.index("modkit.EMA(") < README.index("import modkit.nn as nn")
+
+
 def prose(page):
     """Return a page without its code."""
     text = page.read_text(encoding="utf-8")
