@@ -219,6 +219,36 @@ def test_integers_are_exact(
     )
 
 
+def test_integers_that_have_no_common_type() -> None:
+    """An int64 and a uint64 are compared as float64."""
+    a = torch.tensor([-1, 2**62])
+    b = torch.tensor([2**64 - 1, 2**62], dtype=torch.uint64)
+
+    assert largest_difference(a, b) == largest_difference(b, a) == (2.0**64, 1.0, 0)
+
+
+def test_lazy_conjugates_and_negatives() -> None:
+    """Tensors that torch has not written out yet have their values."""
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    conjugate = values.conj()
+
+    assert largest_difference(conjugate, conjugate.resolve_conj()) == (0, 0, 0)
+    assert largest_difference(conjugate, values) == pytest.approx((8, 4 / math.sqrt(5), 0))
+    assert largest_difference(conjugate.imag, values.imag) == (8, 2, 0)
+
+
+def test_the_largest_difference_is_first(tmp_path: Path) -> None:
+    """Tensors with NaN are before all others, then the relative difference counts."""
+    old = {name: torch.ones(2) for name in ("tiny", "huge", "some", "broken")}
+    new = {name: torch.ones(2) for name in old}
+    for name, value in (("tiny", 1.001), ("huge", 9.0), ("some", 1.5), ("broken", NAN)):
+        new[name][1] = value
+    shown = run(*write(tmp_path, old, new), "--values").stdout
+
+    places = [shown.index(f" {name} ") for name in ("broken", "huge", "some", "tiny")]
+    assert places == sorted(places)
+
+
 NAN, INF = math.nan, math.inf
 
 
