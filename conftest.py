@@ -7,6 +7,7 @@ from doctest import ELLIPSIS, NORMALIZE_WHITESPACE
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 from sybil.parsers.rest import DocTestParser
@@ -49,3 +50,14 @@ docstrings = Sybil(
 )
 
 pytest_collect_file = (pages + docstrings).pytest()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that makes an item of each case of `for_each`."""
+    parser.addoption("--unfold", action="store_true", help="one item for each case of for_each")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell `for_each` before the tests are imported."""
+    if config.getoption("--unfold"):
+        importlib.import_module("tests.cases").unfolded = True  # type: ignore[attr-defined]

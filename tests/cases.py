@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
 
+# `pytest --unfold` sets it before the tests are imported.
+unfolded = False
+
+
 class _Axis(NamedTuple):
     names: list[str]
     values: Iterable[Any] | Callable[[], Iterable[Any]]
@@ -35,6 +39,19 @@ class _Axis(NamedTuple):
             shown = getattr(label, "__name__", None) or repr(label)
             yield shown, dict(zip(self.names, arguments, strict=True))
 
+    def parametrized(self) -> pytest.MarkDecorator:
+        """Return the mark that makes an item of each value, with an id."""
+        parameters, taken = [], set()
+        for number, (label, arguments) in enumerate(self.cases()):
+            name = label.strip("'\"")
+            # An address changes from run to run, and a long text is not typed again.
+            if not name or " at 0x" in name or len(name) > 60 or not name.isprintable():
+                name = f"{'-'.join(self.names)}{number}"
+            name = f"{name}-{number}" if name in taken else name
+            taken.add(name)
+            parameters.append(pytest.param(*arguments.values(), id=name))
+        return pytest.mark.parametrize(self.names, parameters)
+
 
 def for_each(
     names: str | tuple[str, ...],
@@ -47,10 +64,17 @@ def for_each(
     `tmp_path` and a `monkeypatch` of its own; the failure names all cases that fail. A row of
     `tests/divergences.py` needs items of its own, so tests with one use `pytest.mark.parametrize`. If
     `values` is a function, it is called when the test runs.
+
+    With `pytest --unfold`, each case is an item, which `-k` and `--lf` can pick.
     """
     split = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        if unfolded:
+            mark = _Axis(split, values, ids).parametrized()
+            marked: Callable[..., None] = pytest.mark.usefixtures("clean_hooks")(mark(test))
+            return marked
+
         inner, axes = getattr(test, "folded", (test, []))
         axes = [_Axis(split, values, ids), *axes]
 
@@ -71,7 +95,8 @@ def for_each(
                     failed.append(f"case {label}\n{text}")
             assert count, "there are no cases"
             if failed:
-                message = f"{len(failed)} of {count} cases failed\n\n" + "\n".join(failed)
+                message = f"{len(failed)} of {count} cases failed; --unfold runs each by itself\n\n"
+                message += "\n".join(failed)
                 raise AssertionError(message)
             if len(skipped) == count:
                 raise skipped[0]

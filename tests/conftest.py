@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from tests.divergences import DIVERGENCES
-from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
+from tests.helpers import MODKIT, TORCH, Implementation, clean_global_hooks, seed_everything
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture(params=[TORCH, MODKIT], ids=str)
@@ -20,6 +26,13 @@ def impl(request: pytest.FixtureRequest) -> Implementation:
 def _seeded() -> None:
     """Start every test from the same random state."""
     seed_everything()
+
+
+@pytest.fixture
+def clean_hooks() -> Iterator[None]:
+    """Remove the global hooks of a case of `for_each` that is an item of its own."""
+    with clean_global_hooks():
+        yield
 
 
 # First, so that the tests which the default marks deselect are still there.
