@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
 
 import torch
 from typing_extensions import TypeVar, Unpack
@@ -26,7 +26,22 @@ NO_AVERAGES: Final = (
 
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
-    """Raise the error with which ``EMA`` would refuse the options, without a model."""
+    """Check the options of a callback that gets its model later.
+
+    Args:
+        decay: The option.
+        index: The option.
+        options: The other options of ``EMA``.
+
+    Raises:
+        TypeError, ValueError, IndexError: As ``EMA`` would refuse them. Globs are compared with the
+            names of the model when there is one.
+    """
+    if isinstance(cast("object", decay), torch.nn.Module):
+        raise TypeError(
+            f"EMACallback: decay is a model, {type(decay).__name__}. A Trainer passes its model to "
+            "this class; in a hand-written loop use modkit.EMACallback(model, optimizer)"
+        )
     Options(
         include=options.get("include"),
         exclude=options.get("exclude"),
@@ -152,8 +167,39 @@ def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
     return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
-class EMACallback(Generic[ModelT]):
+# The first attributes that trainers read of a callback, and the class that has them.
+_TRAINERS: Final = {
+    "state_key": ("Lightning's Trainer", "modkit.integrations.lightning.EMACallback"),
+    "on_init_end": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
+    "attach": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
+}
+
+
+class NamesTheRightClass:
+    """Base of the three classes called ``EMACallback``.
+
+    A trainer that gets the wrong one fails at the first attribute that it reads. The AttributeError
+    then names the class that it needs.
+    """
+
+    # Type checkers would take each attribute for one that exists.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _TRAINERS:
+                trainer, right_class = _TRAINERS[name]
+                given = f"{type(self).__module__}.{type(self).__qualname__}"
+                message += f": {given} is not a callback of {trainer}. Use {right_class}"
+            raise AttributeError(message, name=name, obj=self)
+
+
+class EMACallback(NamesTheRightClass, Generic[ModelT]):
     """Averages a model in any training loop, and swaps the average in for evaluation.
+
+    It is the class for loops that are written by hand. The Trainers of Lightning and transformers
+    have classes of the same name, in :mod:`modkit.integrations.lightning` and
+    :mod:`modkit.integrations.transformers`.
 
     A hand-written loop needs two lines: this one, and ``with ema.evaluating():`` around the
     validation. A loop that calls hooks calls the methods below, with any arguments.
@@ -222,6 +268,12 @@ class EMACallback(Generic[ModelT]):
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
+        if not isinstance(cast("object", model), torch.nn.Module):
+            raise TypeError(
+                f"EMACallback: model must be a torch.nn.Module, got {type(model).__name__}. For a "
+                "Trainer, which passes its model itself, use the EMACallback of "
+                "modkit.integrations.lightning or modkit.integrations.transformers"
+            )
         self.ema = EMA(model, decay, **options)
         self.ema._engine.check_index(index)
         self.index = index

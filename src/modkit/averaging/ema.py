@@ -875,7 +875,8 @@ class EMA(Generic[ModelT]):
         ``update_after_step`` are those of the state, with a warning where they differ; precision
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
-        warning. A state from inside :meth:`applied` also loads its training weights into the model.
+        warning. A state from inside :meth:`applied` also loads its training weights into the model,
+        whose own state holds the average then: load that one first.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
         the first update, with a warning unless the schedule is constant and ``update_after_step``
@@ -931,7 +932,8 @@ class EMA(Generic[ModelT]):
         if loaded.raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); "
-                "its training weights are loaded into the model",
+                "its training weights are loaded into the model. Load the state of the model "
+                "before this one, because it holds the average",
                 stacklevel=2,
             )
 
