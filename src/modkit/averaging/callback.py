@@ -42,11 +42,13 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
             f"EMACallback: decay is a model, {type(decay).__name__}. A Trainer passes its model to "
             "this class; in a hand-written loop use modkit.EMACallback(model, optimizer)"
         )
+
     Options(
         include=options.get("include"),
         exclude=options.get("exclude"),
         buffers=options.get("buffers", "copy"),
     )
+
     # The names of the model are not known yet, so globs cannot be compared with them.
     probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
@@ -61,14 +63,32 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
-    """Swap the training weights into a model for a ``with`` block, if it holds the average."""
+    """Swap the training weights into a model for a ``with`` block, if it holds the average.
+
+    Args:
+        ema: The averages, which know the training weights.
+        model: The model, or a wrapper of it.
+
+    Yields:
+        Nothing.
+    """
     # In this order: full parameters that a forward has left would hide the shards.
     with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
         yield
 
 
 def swap_at_end(ema: EMA[Any], index: int) -> None:
-    """Copy an average into its model, so that ``ema.restore()`` restores the training weights."""
+    """Copy an average into its model, so that ``ema.restore()`` restores the training weights.
+
+    Args:
+        ema: The averages.
+        index: Index of the average.
+
+    Raises:
+        IndexError: If there is no average ``index``.
+        NameMismatchError: If names or shapes of the model have changed.
+        RuntimeError: If the model holds an average inside ``EMA.applied()``.
+    """
     end_swap(ema)
     ema.store()
     ema.copy_to(index=index)
@@ -81,7 +101,16 @@ def end_swap(ema: EMA[Any] | None) -> None:
 
 
 def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
-    """Raise RuntimeError before training starts where the model may hold the average."""
+    """Check that training does not start where the model may hold the average.
+
+    Args:
+        evaluation: The evaluations of the callback.
+        model: The model to train.
+        call: The method of the trainer that was called, for the error.
+
+    Raises:
+        RuntimeError: If it was called inside a block that has swapped weights in.
+    """
     if evaluation.in_block or any_swapped(model):
         raise RuntimeError(
             f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
@@ -104,7 +133,12 @@ class Evaluation:
         self._index: int | None = None
 
     def start(self, ema: EMA[Any], index: int) -> None:
-        """Swap in an average, or the weights of the block; without effect during an evaluation."""
+        """Swap in an average until :meth:`end`; without effect during an evaluation.
+
+        Args:
+            ema: The averages.
+            index: Index of the average. Inside a block its weights take precedence.
+        """
         if self._swap is None:
             swap = _swapped(ema, self._index if self.in_block else index)
             # Loops often evaluate in inference mode. Tensors made there could not be trained.
@@ -280,6 +314,7 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
 
+        # An empty sequence is as None: the loop calls ``step()`` itself.
         given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         optimizers = [optimizer for optimizer in given if optimizer is not None]
         self._attached = bool(optimizers)

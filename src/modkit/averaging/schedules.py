@@ -115,11 +115,14 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
         if limits and not (value is None and declared.default is None):
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
+
     if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
         required = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
         raise ValueError(
             f"{owner}: {declared.name} must be {required or 'a finite number'}, got {value!r}"
         )
+
+    # NumPy's numbers would make a state that ``weights_only=True`` refuses to load.
     if isinstance(value, numbers.Integral) and not limits:
         return int(value)
     return float(value)
@@ -228,6 +231,7 @@ class Schedule(ABC):
         """
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
+        # Fewer steps than ``k`` since the copy: that is among them, and replaced what was before.
         decay = self.decay_over(n, k) if n >= k else 0.0
         return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
@@ -359,6 +363,7 @@ class InverseGamma(_Clamped):
 
     @override
     def decay_at(self, n: int) -> float:
+        # ``1 - (1 + x) ** -power`` without cancellation, for steps far beyond ``inv_gamma``.
         return self._clamped(-math.expm1(-self.power * math.log1p(n / self.inv_gamma)))
 
 
@@ -591,6 +596,7 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
         raise TypeError(
             f"{name} must be an instance, such as {decay.__name__}(...), got the class {decay!r}"
         )
+
     if isinstance(decay, torch.nn.Module):
         # It is callable too, but what it returns is not a decay.
         raise TypeError(
@@ -599,6 +605,7 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
         )
     if callable(decay):
         return Custom(decay)
+
     if isinstance(cast("object", decay), str):
         raise TypeError(
             f"{name} must be a number, a schedule or a function of the step, got {decay!r}. "
@@ -612,7 +619,14 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
 
 
 def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
-    """Return several decays, or one in a list. A string counts as one, which is refused later."""
+    """Return several decays, or one in a list.
+
+    Args:
+        decays: A decay, or a sequence of them. A string counts as one, which is refused later.
+
+    Returns:
+        The decays.
+    """
     if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
         return decays
     return [cast("Decay", decays)]
@@ -620,6 +634,13 @@ def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
 
 def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
     """Return one schedule for each average that the arguments of ``EMA`` ask for.
+
+    Args:
+        decay: The argument ``decay``; 0.999 if neither is given.
+        schedule: The argument ``schedule``.
+
+    Returns:
+        The schedules, in the order of the averages.
 
     Raises:
         TypeError: If a decay is not a number, a schedule or a function.
@@ -634,6 +655,7 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
     if not decays:
         raise ValueError(f"EMA: {name} must not be an empty list")
 
+    # 0.0 is plausible: an average that is the model itself, to compare with.
     for value in decays:
         if isinstance(value, (int, float)) and 0 < value < _LEAST_PLAUSIBLE:
             warnings.warn(

@@ -361,6 +361,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
                     stacklevel=3,
                 )
             return None
+
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
         return ema
