@@ -66,6 +66,7 @@ def has_own_memory(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.requires_grad
         and not tensor.is_inference()
+        # ``deepcopy`` copies attributes of a tensor as well.
         and not vars(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )
@@ -100,7 +101,8 @@ class FlatBuffer:
         self.data: Tensor = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
 
         memory = (ctypes.c_char * self.data.nbytes).from_address(self.data.data_ptr())
-        # Each tensor keeps the ctypes object alive, and that keeps the memory.
+        # Each tensor keeps the ctypes object alive, and that keeps the memory: the buffer itself
+        # may be gone, and a tensor of it still in use.
         memory.flat_buffer = self.data  # type: ignore[attr-defined]
 
         # Lists of one order, that of the memory; a tensor that is no longer averaged has the name
@@ -128,7 +130,11 @@ class FlatBuffer:
         self.names = [names.get(id(tensor), "") for tensor in self.tensors]
 
     def fill(self, sources: Tensors) -> None:
-        """Copy the values of other tensors, by name."""
+        """Copy the values of other tensors into the buffer.
+
+        Args:
+            sources: The tensors by name, at least those of this buffer.
+        """
         copy_all_(self.tensors, [sources[name] for name in self.names])
 
     def is_intact(self) -> bool:
@@ -136,7 +142,11 @@ class FlatBuffer:
         return not (self.exposed and self.placement.changed())
 
     def holds(self, tensors: Tensors) -> bool:
-        """Return True if the named tensors are those of this buffer."""
+        """Return True if the named tensors are those of this buffer.
+
+        Args:
+            tensors: The tensors that are in use now. A name may have got another one, or none.
+        """
         return self.is_intact() and all(
             map(operator.is_, map(tensors.get, self.names), self.tensors)
         )
@@ -203,7 +213,12 @@ class Average:
             flat.exposed = True
 
     def start(self, members: Tensors) -> None:
-        """Allocate an average of these tensors; the first step copies them."""
+        """Allocate an average; its values are those of the first step, which copies.
+
+        Args:
+            members: Tensors of the model by name. They give shapes and, with the options, dtypes
+                and devices.
+        """
         self.reset()
         device, precision = self.options.device, self.options.precision
         if has_flat_buffers(precision) and (device is None or device.type == "cpu"):
@@ -221,12 +236,16 @@ class Average:
             self.tensors[name] = tensor
 
             has_error = precision == "compensated" and is_averaged(member)
-            # An average that ``EMA.to`` has widened to 32 or 64 bits needs no error term.
+            # A wider average, as ``EMA.to`` makes it, loses nothing that an error term would keep.
             if has_error and (dtype == member.dtype or is_rounded(dtype)):
                 self.errors[name] = torch.zeros_like(tensor)
 
     def place(self, members: Tensors) -> None:
-        """Follow a model that was moved, unless the average has a device of its own."""
+        """Follow a model that was moved, unless the average has a device of its own.
+
+        Args:
+            members: Tensors of the model by name.
+        """
         for name, current in members.items():
             device = self.options.device or current.device
 
@@ -263,7 +282,11 @@ class Average:
         return new
 
     def set_statistics(self, statistics: Tensors) -> None:
-        """Keep statistics on the device of the average."""
+        """Keep batch normalization statistics until the next step.
+
+        Args:
+            statistics: The statistics by name, which are moved to the device of the average.
+        """
         device = self.options.device
         self.statistics = {name: t.to(device or t.device) for name, t in statistics.items()}
 
@@ -293,7 +316,14 @@ class Average:
         return {**vars(self), "flats": []}
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return the generator of the stochastic rounding on a device; that of the host for XLA."""
+        """Return the generator of the stochastic rounding on a device, seeded when it is made.
+
+        Args:
+            device: Device of the averages.
+
+        Returns:
+            The generator, which is one of the host for XLA.
+        """
         if device.type == "xla":
             # XLA has one random state for all, and no generators.
             device = torch.device("cpu")
@@ -303,13 +333,22 @@ class Average:
         return self.generators[device]
 
     def seed(self, seed: int) -> None:
-        """Seed the stochastic rounding of one step."""
+        """Seed the stochastic rounding of one step, and of generators that are made later.
+
+        Args:
+            seed: The seed, in place of that of the options.
+        """
         self.options = replace(self.options, seed=seed)
         for generator in self.generators.values():
             generator.manual_seed(seed)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the averages by name: no copies, except of 16-bit tensors with error terms."""
+        """Return the averages by name.
+
+        Returns:
+            The tensors themselves. Only 16-bit averages with error terms are computed: they are the
+            sums of both, in float32.
+        """
         self.expose()
         if not self.errors:
             return self.tensors
@@ -328,12 +367,18 @@ class Average:
             "rests": dict(self.errors),
             "generators": {str(device): g.get_state() for device, g in self.generators.items()},
         }
+        # Older versions do not know the entry, so it is only there if it is needed.
         if self.statistics:
             state["statistics"] = dict(self.statistics)
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load averages whose names and shapes have been checked; full tensors are sharded."""
+        """Load the values of a state into the tensors of this average, which was started.
+
+        Args:
+            state: What :meth:`state_dict` returns, with names and shapes that were checked. Full
+                tensors are sharded like those here.
+        """
         for name, tensor in self.tensors.items():
             error = state["rests"].get(name)
             error = None if error is None else shards_of(error, tensor)

@@ -20,7 +20,14 @@ def layers_of(model: torch.nn.Module) -> list[Any]:
 
 
 def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the statistics of all batch normalization layers by canonical name."""
+    """Return the statistics of all batch normalization layers by canonical name.
+
+    Args:
+        model: The model.
+
+    Returns:
+        Running means and variances, and counts of batches; not copied.
+    """
     tables = {id(layer._buffers) for layer in layers_of(model)}
     statistics: dict[str, Tensor] = {}
     for name, member in NamedTensors(model).buffers.items():
@@ -96,6 +103,7 @@ def recompute(
     statistics = (getattr(layer, name) for layer in layers for name in _STATISTICS)
     saved = [(t, t.clone()) for t in statistics if t is not None and not is_lazy(t)]
 
+    # Whatever raises in between, statistics, modes and momenta are put back.
     with torch.no_grad():
         try:
             for layer in layers:

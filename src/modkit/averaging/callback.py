@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Final, Generic
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
 
 import torch
 from typing_extensions import TypeVar, Unpack
@@ -26,12 +26,29 @@ NO_AVERAGES: Final = (
 
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
-    """Raise the error with which ``EMA`` would refuse the options, without a model."""
+    """Check the options of a callback that gets its model later.
+
+    Args:
+        decay: The option.
+        index: The option.
+        options: The other options of ``EMA``.
+
+    Raises:
+        TypeError, ValueError, IndexError: As ``EMA`` would refuse them. Globs are compared with the
+            names of the model when there is one.
+    """
+    if isinstance(cast("object", decay), torch.nn.Module):
+        raise TypeError(
+            f"EMACallback: decay is a model, {type(decay).__name__}. A Trainer passes its model to "
+            "this class; in a hand-written loop use modkit.EMACallback(model, optimizer)"
+        )
+
     Options(
         include=options.get("include"),
         exclude=options.get("exclude"),
         buffers=options.get("buffers", "copy"),
     )
+
     # The names of the model are not known yet, so globs cannot be compared with them.
     probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
@@ -46,14 +63,32 @@ def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
 
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
-    """Swap the training weights into a model for a ``with`` block, if it holds the average."""
+    """Swap the training weights into a model for a ``with`` block, if it holds the average.
+
+    Args:
+        ema: The averages, which know the training weights.
+        model: The model, or a wrapper of it.
+
+    Yields:
+        Nothing.
+    """
     # In this order: full parameters that a forward has left would hide the shards.
     with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
         yield
 
 
 def swap_at_end(ema: EMA[Any], index: int) -> None:
-    """Copy an average into its model, so that ``ema.restore()`` restores the training weights."""
+    """Copy an average into its model, so that ``ema.restore()`` restores the training weights.
+
+    Args:
+        ema: The averages.
+        index: Index of the average.
+
+    Raises:
+        IndexError: If there is no average ``index``.
+        NameMismatchError: If names or shapes of the model have changed.
+        RuntimeError: If the model holds an average inside ``EMA.applied()``.
+    """
     end_swap(ema)
     ema.store()
     ema.copy_to(index=index)
@@ -66,7 +101,16 @@ def end_swap(ema: EMA[Any] | None) -> None:
 
 
 def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
-    """Raise RuntimeError before training starts where the model may hold the average."""
+    """Check that training does not start where the model may hold the average.
+
+    Args:
+        evaluation: The evaluations of the callback.
+        model: The model to train.
+        call: The method of the trainer that was called, for the error.
+
+    Raises:
+        RuntimeError: If it was called inside a block that has swapped weights in.
+    """
     if evaluation.in_block or any_swapped(model):
         raise RuntimeError(
             f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
@@ -89,7 +133,12 @@ class Evaluation:
         self._index: int | None = None
 
     def start(self, ema: EMA[Any], index: int) -> None:
-        """Swap in an average, or the weights of the block; without effect during an evaluation."""
+        """Swap in an average until :meth:`end`; without effect during an evaluation.
+
+        Args:
+            ema: The averages.
+            index: Index of the average. Inside a block its weights take precedence.
+        """
         if self._swap is None:
             swap = _swapped(ema, self._index if self.in_block else index)
             # Loops often evaluate in inference mode. Tensors made there could not be trained.
@@ -152,8 +201,39 @@ def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
     return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
-class EMACallback(Generic[ModelT]):
+# The first attributes that trainers read of a callback, and the class that has them.
+_TRAINERS: Final = {
+    "state_key": ("Lightning's Trainer", "modkit.integrations.lightning.EMACallback"),
+    "on_init_end": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
+    "attach": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
+}
+
+
+class NamesTheRightClass:
+    """Base of the three classes called ``EMACallback``.
+
+    A trainer that gets the wrong one fails at the first attribute that it reads. The AttributeError
+    then names the class that it needs.
+    """
+
+    # Type checkers would take each attribute for one that exists.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _TRAINERS:
+                trainer, right_class = _TRAINERS[name]
+                given = f"{type(self).__module__}.{type(self).__qualname__}"
+                message += f": {given} is not a callback of {trainer}. Use {right_class}"
+            raise AttributeError(message, name=name, obj=self)
+
+
+class EMACallback(NamesTheRightClass, Generic[ModelT]):
     """Averages a model in any training loop, and swaps the average in for evaluation.
+
+    It is the class for loops that are written by hand. The Trainers of Lightning and transformers
+    have classes of the same name, in :mod:`modkit.integrations.lightning` and
+    :mod:`modkit.integrations.transformers`.
 
     A hand-written loop needs two lines: this one, and ``with ema.evaluating():`` around the
     validation. A loop that calls hooks calls the methods below, with any arguments.
@@ -222,12 +302,19 @@ class EMACallback(Generic[ModelT]):
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
+        if not isinstance(cast("object", model), torch.nn.Module):
+            raise TypeError(
+                f"EMACallback: model must be a torch.nn.Module, got {type(model).__name__}. For a "
+                "Trainer, which passes its model itself, use the EMACallback of "
+                "modkit.integrations.lightning or modkit.integrations.transformers"
+            )
         self.ema = EMA(model, decay, **options)
         self.ema._engine.check_index(index)
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
         self._evaluation = Evaluation()
 
+        # An empty sequence is as None: the loop calls ``step()`` itself.
         given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         optimizers = [optimizer for optimizer in given if optimizer is not None]
         self._attached = bool(optimizers)

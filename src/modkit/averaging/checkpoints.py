@@ -76,6 +76,7 @@ def average_checkpoints(
     files = [Path(path) for path in paths]
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
+    # Everything that can be wrong is found before the first tensor is read.
     shares = [1.0] * len(files) if weights is None else weights
     _check_weights(shares, len(files))
 
@@ -105,6 +106,7 @@ def average_checkpoints(
             elif fraction:
                 averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
             del tensor
+
             if progress is not None:
                 progress((index + done / len(names)) / len(files))
         # Before the next one is opened.
@@ -206,6 +208,7 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
         dtype = getattr(torch, first)
         assert isinstance(dtype, torch.dtype)
 
+    # A narrower dtype may turn a finite value into infinity, which a model would only show later.
     result = average.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
         lost = average.isfinite() & ~result.to(average.dtype).isfinite()

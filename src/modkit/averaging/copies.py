@@ -35,18 +35,24 @@ class Copies:
     ) -> None:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self.lists: list[tuple[ListCopier, list[Tensor], list[Tensor]]] = []
+        # Without pairs there is never anything to plan.
         self.watch: Watch = Watch(unknown=len(self.pairs) > 0)
         self._device = device
         self._follow = follow
 
     def plan(self) -> None:
-        """Find the sources, make copies that do not fit anew, and group both for the kernels."""
+        """Find the sources, make copies that do not fit anew, and group both for the kernels.
+
+        Sources and copies are grouped by device and dtype, so that one call copies a whole list. It
+        need not be called again until ``watch`` notices a change.
+        """
         sources = [_source_of(member) for _, _, member in self.pairs]
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
         for (registry, key, _), source in zip(self.pairs, sources, strict=True):
             target = self._target(registry, key, source)
             if target is None or source is None:
                 continue
+            # A kernel takes lists of one dtype and device on either side.
             kernel_key = target.device, target.dtype, source.device, source.dtype
             target_list, source_list = lists.setdefault(kernel_key, ([], []))
             target_list.append(target)
@@ -56,6 +62,7 @@ class Copies:
             for targets, sources in lists.values()
         ]
 
+        # The tables are watched too: a forward may replace a buffer by one with the same metadata.
         targets = [registry.get(key) for registry, key, _ in self.pairs]
         tensors = [tensor for tensor in sources + targets if tensor is not None]
         tables = {
@@ -70,12 +77,14 @@ class Copies:
         for registry, key, member in self.pairs:
             source = _source_of(member)
             target = self._target(registry, key, source)
+            # Detached, because a buffer may be a result of autograd.
             if target is not None and source is not None:
                 target.detach().copy_(source.detach())
 
     def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
         """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
         target: Tensor | None = registry.get(key)
+        # A buffer may be shared by the model and its copy on purpose; then it is up to date.
         if source is None or target is source:
             registry[key] = source
             return None

@@ -193,11 +193,14 @@ class EMA(Generic[ModelT]):
         ``remedy`` says what to do between copy_to() and restore(); by default, to restore first.
         """
         name = call.rpartition(".")[2]
+
+        # Either of the two would average, save or train the average itself.
         if any_swapped(model):
             raise RuntimeError(
                 f"{call} was called inside applied(): the model holds the averaged weights. Call "
                 f"{name} outside of the block."
             )
+
         if self._holds_copy(model):
             raise RuntimeError(
                 f"{call} was called between copy_to() and restore(): the model holds the averaged "
@@ -344,6 +347,8 @@ class EMA(Generic[ModelT]):
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
             taken = self._engine.step(source, Ema(weights), count)
+
+            # Counters change after the step: if that raises, the update has not taken place.
             if taken:
                 self._start = step if start is None else start
                 self.n_averaged += 1
@@ -677,7 +682,8 @@ class EMA(Generic[ModelT]):
         if not batch_norm.layers_of(self.model):
             return
 
-        # Tensors that are made in inference mode could not be averaged outside of it.
+        # Tensors that are made in inference mode could not be averaged outside of it. The pass runs
+        # on a copy, which the user may interrupt, and only its end is a critical section.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
             batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
@@ -764,11 +770,13 @@ class EMA(Generic[ModelT]):
         averages = self._engine.tensors(0)
         if self._module.is_current(averages) and not always:
             return
+
         with torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             if self._module.fits(named):
                 self._module.refresh(named, averages, self._engine.named(0))
             else:
+                # References to the copy keep its present values; the next access makes another one.
                 self._module.release()
                 self._module = None
 
@@ -827,6 +835,7 @@ class EMA(Generic[ModelT]):
                 "To export an average, use averaged_model().to(dtype) or export_average(dtype=)."
             )
             self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
+
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             self._engine.to(None if device is None else torch.device(device), dtype)
             self._follow()
@@ -863,6 +872,8 @@ class EMA(Generic[ModelT]):
             **self._engine.state_dict(),
             **self._steps.state_dict(),
         }
+
+        # The model's own state holds the average then, and only this one the training weights.
         raw = self.training_weights()
         if raw:
             state["raw"] = raw
@@ -875,7 +886,8 @@ class EMA(Generic[ModelT]):
         ``update_after_step`` are those of the state, with a warning where they differ; precision
         and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
         ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
-        warning. A state from inside :meth:`applied` also loads its training weights into the model.
+        warning. A state from inside :meth:`applied` also loads its training weights into the model,
+        whose own state holds the average then: load that one first.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
         the first update, with a warning unless the schedule is constant and ``update_after_step``
@@ -931,7 +943,8 @@ class EMA(Generic[ModelT]):
         if loaded.raw:
             warnings.warn(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); "
-                "its training weights are loaded into the model",
+                "its training weights are loaded into the model. Load the state of the model "
+                "before this one, because it holds the average",
                 stacklevel=2,
             )
 
@@ -965,6 +978,7 @@ class EMA(Generic[ModelT]):
         if weights:
             named = NamedTensors(self.model)
             raw = [(named.tensor(name), value) for name, value in weights.items()]
+
         return {
             **vars(self),
             "_module": None,

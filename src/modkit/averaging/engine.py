@@ -99,7 +99,9 @@ class Engine:
             RuntimeError: If a tensor has no values, no kernels, or, with ``on_nonfinite="raise"``,
                 is not finite.
         """
+        # The plan of the latest model, made anew if anything about it has changed.
         plan = self._plans.get(model, None, lambda: self._plan(model))
+        # A flag on a device is not read: it counts as taken.
         taken = plan.step(rule, count) is not False
         self.begun = self.begun or taken
         for average in self.averages:
@@ -203,7 +205,14 @@ class Engine:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
     def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors that hold what ``named`` returns, without their error terms."""
+        """Return the tensors of an average by name, without their error terms.
+
+        Args:
+            index: Index of the average, which was checked.
+
+        Returns:
+            Averages, copies and statistics; none before the first step.
+        """
         if not self.begun:
             return {}
         average = self.averages[index]
@@ -239,7 +248,12 @@ class Engine:
         return self._swaps.get(model, key, lambda: Pairing(self._named(model), values))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and the copies. Tensors are not copied."""
+        """Return what the next step depends on; tensors are not copied.
+
+        Returns:
+            The states of the ``"averages"`` in a list, and the copied ``"buffers"`` by name;
+            without tensors before the first step.
+        """
         # A first update that was refused may have allocated averages.
         averages = self.averages if self.begun else [Average(self.options) for _ in self.averages]
         return {
@@ -323,7 +337,7 @@ class Engine:
             average.statistics = {}
 
     def _check_new(self, averaged: Tensors, former_names: Mapping[str, str]) -> None:
-        """Raise RuntimeError if a tensor is not finite whose average would start as a copy of it."""
+        """Raise RuntimeError if a new tensor is not finite: its average starts as a copy."""
         shapes = shapes_of(self.averages[0].tensors)
         former_shapes = {name: shapes.get(former_names.get(name, "")) for name in averaged}
         new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
@@ -401,7 +415,14 @@ def _address(tensor: Tensor) -> int:
 
 
 def check_model(model: object) -> None:
-    """Raise TypeError unless the argument is a module: other libraries take parameters."""
+    """Check that an argument is a model: other libraries take parameters.
+
+    Args:
+        model: The argument.
+
+    Raises:
+        TypeError: If it is not a ``torch.nn.Module``.
+    """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the "
@@ -428,6 +449,7 @@ def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
         is_opaque = tensor.is_nested or tensor.is_mkldnn
         if is_opaque or (name in averaged and tensor.layout is not torch.strided):
             layout = f"{tensor.layout} (nested)" if tensor.is_nested else tensor.layout
+            # Sparse buffers can be copied, though not averaged.
             policy = "ignore" if is_opaque else "copy"
             raise RuntimeError(
                 f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it "

@@ -77,6 +77,7 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     Returns:
         The source as in :class:`Converted`, or None if it is unknown.
     """
+    # In the order of how specific the marks are: most states have other keys as well.
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
         return None
@@ -88,6 +89,7 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
 
     members = keys - {"n_averaged"}
     if members and all(key.startswith("module.") for key in members):
+        # timm's state is that of its copy of the model, without a counter.
         return "torch" if "n_averaged" in keys else "timm"
 
     if model is not None and all(isinstance(value, Tensor) for value in state.values()):
@@ -200,6 +202,7 @@ def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str
             f"the state of {checked.source} holds {len(tensors)} tensors without names, and the "
             f"model has {len(named)} parameters, {len(trained)} of which train"
         )
+    # Shapes are all there is to compare an order by.
     for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
         if parameter.shape != tensor.shape:
             raise invalid_state(

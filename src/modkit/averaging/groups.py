@@ -40,7 +40,12 @@ class Group:
 
     @classmethod
     def like(cls, owners: Sequence[Average], average: Tensor) -> "Group":
-        """Return a group without tensors, for averages of the dtype of ``average``."""
+        """Return a group without tensors.
+
+        Args:
+            owners: The averages.
+            average: A tensor of an average, whose dtype says whether it has one.
+        """
         return cls(
             owners,
             averages=[[] for _ in owners],
@@ -49,7 +54,12 @@ class Group:
         )
 
     def add(self, name: str, current: Tensor) -> None:
-        """Add a tensor of the model and its averages."""
+        """Add a tensor of the model and its averages.
+
+        Args:
+            name: The name of both.
+            current: The tensor of the model; of a sharded one its local shard is added.
+        """
         self.currents.append(local_shard(current))
         for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
             tensors.append(local_shard(owner.tensors[name]))
@@ -57,7 +67,13 @@ class Group:
                 errors.append(local_shard(owner.errors[name]))
 
     def parts(self) -> Iterator["Group"]:
-        """Cut the group into groups of a bounded number of elements, which share its memory."""
+        """Cut the group into groups of a bounded number of elements.
+
+        Yields:
+            The groups, whose tensors share the memory of this one. They have no ``gathers``: values
+            are gathered before.
+        """
+        # Lists are cut in parallel, so empty lists of error terms are left out and put back.
         errors = [terms for terms in self.errors if terms]
         count = len(self.owners)
         for lists in precision.parts(*self.averages, *errors, self.currents):
@@ -135,6 +151,7 @@ def _gathers(sources: Sequence[Tensor]) -> tuple[Tensor, list[Gather]]:
     for source in sources:
         runs.setdefault((source.dim() == 0, source.shape[1:]), []).append(source)
 
+    # ``cat`` and ``stack`` write into views of one tensor, which the kernels then take whole.
     total = sum(map(Tensor.numel, sources))
     data = torch.empty(total, dtype=sources[0].dtype, device="cpu")
     gathers: list[Gather] = []

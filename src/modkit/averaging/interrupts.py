@@ -84,7 +84,14 @@ _lock: Final = threading.RLock()
 
 
 def critical(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
-    """Run a function uninterrupted, in one thread at a time, and without recording gradients."""
+    """Run a function uninterrupted, in one thread at a time, and without recording gradients.
+
+    Args:
+        function: The function. It may call another critical one.
+
+    Returns:
+        The function in a critical section.
+    """
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:

@@ -90,7 +90,9 @@ class NamedTensors:
     ) -> None:
         places = _places(model, leave_out)
         self.modules: list[torch.nn.Module] = [module for _, module in places]
+        # Full parameters that a forward of FSDP has left would hide the shards.
         reshard(self.modules)
+
         self.parameters: dict[str, Member] = {}
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}
@@ -106,6 +108,7 @@ class NamedTensors:
             names = names_like({names[name] for name in parameters}, names, like.parameter_names)
         self.parameter_names: set[str] = {names[name] for name in parameters}
 
+        # The walk meets a tied tensor several times; the first name is the one that torch gives it.
         first: dict[int, str] = {}
         for slot in slots:
             member = Member(names[slot.name], *slot[1:])
@@ -149,7 +152,14 @@ class NamedTensors:
         return {*self.parameters, *self.buffers, *self.aliases}
 
     def member(self, name: str) -> Member | None:
-        """Return the tensor of a name, which may be a further name of a tied one."""
+        """Return the member of a name.
+
+        Args:
+            name: A canonical name, which may be a further name of a tied tensor.
+
+        Returns:
+            The member, or None if the model has none of this name, or a buffer that is None.
+        """
         name = self.aliases.get(name, name)
         return self.parameters.get(name) or self.buffers.get(name)
 
@@ -164,10 +174,19 @@ class NamedTensors:
         return tensor
 
     def is_like(self, other: "NamedTensors") -> bool:
-        """Return True if another model has the same names, and parameters of the same shapes."""
+        """Return True if another model has the same names, and parameters of the same shapes.
+
+        Args:
+            other: The tensors of the other model. Its buffers may have other shapes.
+
+        Returns:
+            False also if one of them is lazy.
+        """
+        # Tensors that are tied in one model only would be averaged apart.
         alike = (self.names(), self.aliases) == (other.names(), other.aliases)
         if not alike or self.has_lazy() or other.has_lazy():
             return False
+
         return all(
             member.tensor.shape == other.parameters[name].tensor.shape
             for name, member in self.parameters.items()

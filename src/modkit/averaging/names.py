@@ -27,7 +27,14 @@ def canonical_name(name: str) -> str:
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to its canonical name, or to itself if two names would collide."""
+    """Map each name to its canonical name.
+
+    Args:
+        names: Names of tensors in one model.
+
+    Returns:
+        The canonical names, or the names themselves if two of those would be equal.
+    """
     # They collide where a user's model has a child that is called ``module``.
     canonical = {name: canonical_name(name) for name in names}
     is_unique = len(set(canonical.values())) == len(canonical)

@@ -167,7 +167,11 @@ class OptimizerSteps:
         return {"stepped": sorted(self.stepped)} if self.stepped else {}
 
     def load(self, stepped: Iterable[int]) -> None:
-        """Go on after these steps of a training step."""
+        """Continue a training step that was saved before it was over.
+
+        Args:
+            stepped: Indices of the optimizers that had stepped.
+        """
         self.stepped = set(stepped)
         self._versions = None
 
@@ -193,10 +197,12 @@ class OptimizerSteps:
         if index >= len(self.optimizers):
             # A copied optimizer may have copied the hooks, and with them these averages.
             return False
+
         # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
         flag = getattr(optimizer, "found_inf", None)
         if isinstance(flag, torch.Tensor) and flag.device.type in HOST_DEVICES and flag.any():
             return False
+
         # ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a
         # learning rate of 0, so that there is a state to load into.
         is_without_closure = "closure" in keywords and keywords["closure"] is None
@@ -205,7 +211,17 @@ class OptimizerSteps:
     def begin(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
-        """Return True if a training step is over because this optimizer steps again."""
+        """Note that an optimizer begins a step.
+
+        Args:
+            index: Index of the optimizer.
+            optimizer: The optimizer, or a wrapper with its hooks.
+            arguments: Positional arguments of ``step()``, not used.
+            keywords: Keyword arguments of ``step()``.
+
+        Returns:
+            True if a training step is over because this optimizer steps again.
+        """
         self._versions = None
         stepping = self._in_progress(index, self._calls.count + 1)
         self._calls.count = len(stepping)
@@ -225,11 +241,22 @@ class OptimizerSteps:
     def end(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
-        """Record the step; return True if the training step is over."""
+        """Note that an optimizer has ended a step, with the arguments of :meth:`begin`.
+
+        Args:
+            index: Index of the optimizer.
+            optimizer: The optimizer, or a wrapper with its hooks.
+            arguments: Positional arguments of ``step()``, not used.
+            keywords: Keyword arguments of ``step()``.
+
+        Returns:
+            True if the training step is over, because all optimizers have stepped.
+        """
         outer = self._in_progress(index, self._calls.count)[1:]
         self._calls.count = len(outer)
         if index in outer or not self._counts(index, optimizer, keywords):
             return False
+
         with self._lock:
             self.stepped.add(index)
             # The optimizer around it decides.

@@ -213,18 +213,28 @@ class Options:
                 f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when "
                 "the model has its parameters; a quantized model keeps its weights elsewhere."
             )
+
+        # Of a lazy model too: names and ``requires_grad`` are there before shapes are.
         if not any(map(self.chooses, named.parameters.values())):
             raise ValueError(
                 f"EMA: include={self.include!r}, exclude={self.exclude!r}, "
                 f"trainable_only={self.trainable_only} select none of the {len(named.parameters)} "
                 "parameters"
             )
+
         self.check_globs(model)
 
     def check_globs(self, model: torch.nn.Module) -> None:
         """Raise ValueError if a glob matches no name: it is a mistake that would have no effect.
 
         ``"*"`` is not one, and a lazy model does not have all of its tensors yet.
+
+        Args:
+            model: The model.
+
+        Raises:
+            ValueError: If a glob of ``include`` or ``exclude`` matches no parameter, or one of
+                ``buffers`` no buffer.
         """
         globs = [("include", glob) for glob in _globs_of(self.include)]
         globs += [("exclude", glob) for glob in _globs_of(self.exclude)]
@@ -253,7 +263,14 @@ class Options:
             )
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
+        """Return the dtype in which the average of a tensor is kept.
+
+        Args:
+            dtype: Dtype of the tensor.
+
+        Returns:
+            That of ``EMA.to``, or else the one that ``precision`` promises.
+        """
         # ``EMA.to`` casts to a floating-point dtype, which complex numbers do not fit.
         cast_to = self.dtype if dtype.is_floating_point else None
         return cast_to or kept_dtype(dtype, self.precision)
@@ -269,8 +286,10 @@ class Options:
         Raises:
             ValueError: If it has fewer bits.
         """
+        # The others keep the dtype of the parameter, or have error terms for what is lost.
         if self.precision not in ("fp32", "fp64"):
             return
+
         least = kept_dtype(dtype, self.precision)
         if least != dtype:
             raise ValueError(
@@ -303,6 +322,7 @@ class Options:
         if isinstance(self.buffers, str):
             return self.buffers if has_average else "copy"
         for glob, policy in self.buffers.items():
+            # The first glob that matches decides.
             if fnmatch.fnmatchcase(member.name, glob):
                 return "copy" if policy == "average" and not has_average else policy
         return "copy"

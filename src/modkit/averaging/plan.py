@@ -99,13 +99,14 @@ class Plan:
         elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
             return False
 
-        # In this order: values must be gathered before it is tested whether they are finite.
         if self._copies.watch.changed():
             self._copies.plan()
         for group in self._groups:
             for gather, sources, memory in group.gathers:
                 with torch.inference_mode():
                     gather(sources, out=memory)
+
+        # Gathered tensors are tested in one piece, so this comes after it.
         if self._options.on_nonfinite == "skip" and not is_first:
             finite = self._all_finite()
 
@@ -182,8 +183,7 @@ class Cache(Generic[ValueT]):
             or cast("Any", self._model)() is not model
             or value.watch.changed()
         ):
-            # Dropped first: two plans of a large model need not be in memory at once, and after an
-            # error in ``make`` there is none.
+            # After an error in ``make`` there is no value: the old one is out of date.
             self._value = None
             self._value = value = make()
             self._key = key

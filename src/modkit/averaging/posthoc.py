@@ -136,6 +136,7 @@ def _read_header(path: Path) -> Snapshot:
     """Return the step and the width in a file, which come from outside and are validated."""
     content = read_mapped(path)[0]
     header = content if isinstance(content, Mapping) else {}
+    # Each value is tested before it is used: a file may hold anything under these names.
     missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in header]
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
@@ -215,7 +216,10 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     between = _inner_products(gammas[:, None], ends[:, None], gammas, ends)
     with_requested = _inner_products(gammas, ends, gamma, end)
 
+    # The least squares' normal equations. ``solve_ex`` raises no error for a singular matrix, which
+    # averages that are nearly equal make; the test below sees it.
     solution = torch.linalg.solve_ex(between, with_requested).result
+    # Of weights that sum to 1, an average of equal models is that model.
     solution = solution / solution.sum()
     if not solution.isfinite().all():
         raise ValueError("some averages are too similar to combine: leave out snapshots")
@@ -332,6 +336,7 @@ def reconstruct(
         place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
         raise FileNotFoundError(f"no snapshots of averages in {place}")
 
+    # They are ordered by step.
     first = available[0].step
     last = available[-1].step
     step = last if step is None else step
@@ -345,6 +350,7 @@ def reconstruct(
             f"step {step} is outside of the snapshots, which are from {first} to {last}"
         )
 
+    # Later snapshots contain models that the requested average does not.
     usable = [snapshot for snapshot in available if snapshot.step <= step]
     fit = fit_power([(snapshot.sigma_rel, snapshot.step) for snapshot in usable], sigma_rel, step)
     if not fit.error <= max_error:
@@ -354,6 +360,7 @@ def reconstruct(
             f"snapshot is of step {usable[-1].step}; more frequent snapshots make the error smaller"
         )
 
+    # One file at a time, added to the sum.
     result = Reconstruction(
         averages={}, buffers={}, sigma_rel=sigma_rel, step=step, fit=fit, snapshots=tuple(usable)
     )
@@ -376,6 +383,7 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
         if not is_averaged(tensor):
             raise FileError(f"{path} is corrupt: its average {name!r} has integers")
         checksums.check(name, tensor)
+        # Coefficients of both signs cancel, which 16 bits do not survive.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if name in sums and wide.is_complex() != sums[name].is_complex():
             kinds = f"{wide.dtype}, and {sums[name].dtype} in the snapshots before it"
@@ -517,6 +525,7 @@ class PostHocEMA:
 
         tensors = _persistent(self._ema.model)
         buffers = {name: tensors[name] for name in tensors if name not in averages[0]}
+        # Between updates the averages are those of the latest one.
         step = self.step - self.step % self._update_every
         return [
             save_snapshot(self.directory, average, step=step, sigma_rel=width, buffers=buffers)

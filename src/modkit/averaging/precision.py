@@ -3,15 +3,15 @@
 An average moves by a small fraction of a small difference. In bf16 and fp16 that is often below the
 rounding error, and the average stalls: bf16 from a decay of 0.99 on, fp32 from about 0.99999 on.
 
-=============== =====================================================================================
+=============== ====================================================================================
 ``precision``   how the average is kept
-=============== =====================================================================================
+=============== ====================================================================================
 same            in the dtype of the parameter
 fp32            in float32 or wider (float64 stays)
 fp64            in float64
 stochastic      in the dtype of the parameter, with stochastic rounding (bf16, fp16; others as fp32)
 compensated     in the dtype of the parameter, with a low-order error term (Kahan compensation)
-=============== =====================================================================================
+=============== ====================================================================================
 
 8-bit floating-point dtypes have no arithmetic, so their averages are in float32 or float64.
 
@@ -56,7 +56,15 @@ def is_averaged(tensor: Tensor) -> bool:
 
 
 def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
-    """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
+    """Return the dtype in which the average of a tensor is kept.
+
+    Args:
+        dtype: Dtype of the tensor.
+        precision: The option, as in the table above.
+
+    Returns:
+        The dtype; integers and booleans keep theirs, because they have no average.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
         return dtype
     wide = torch.float64 if precision == "fp64" else torch.float32
@@ -68,7 +76,13 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
 
 
 def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
-    """Copy the current values, across dtypes and devices."""
+    """Copy the current values, across dtypes and devices.
+
+    Args:
+        averages: The averages, which are written.
+        errors: Their error terms, which become zero; an empty list if there are none.
+        currents: The current values.
+    """
     copy_all_(averages, currents)
     for error in errors:
         error.zero_()
@@ -111,7 +125,13 @@ def _lerp_all(
 
 
 def lerp_one_(average: Tensor, current: Tensor, weight: Weight) -> None:
-    """Move one average, in place; a weight in device memory is not read on the host."""
+    """Move one average, in place.
+
+    Args:
+        average: The average.
+        current: The current value, of any dtype and device.
+        weight: How far it moves. A tensor in device memory is not read on the host.
+    """
     current = current.to(average.device, average.dtype)
     if not isinstance(weight, Tensor):
         average.lerp_(current, weight)
@@ -252,7 +272,15 @@ def compensated_(
 
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:
-    """Return the value of an average; of a 16-bit one with an error term, their sum in float32."""
+    """Return the value of an average.
+
+    Args:
+        average: The average.
+        error: Its error term, or None.
+
+    Returns:
+        The average itself; the sum of both in float32 for a 16-bit average with an error term.
+    """
     if error is None or average.dtype not in _ROUNDED:
         return average
     return average.float().add_(error)
@@ -314,14 +342,29 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise RuntimeError if a value is not finite. This is a host sync."""
+    """Check that all values are finite. This is a host sync.
+
+    Args:
+        owner: The class that averages, with which the error begins.
+        tensors: Tensors by name.
+
+    Raises:
+        RuntimeError: If a value is not finite. It names the first tensor.
+    """
     name = first_nonfinite(tensors)
     if name is not None:
         raise RuntimeError(f"{owner}: {name} is not finite. Nothing has been changed.")
 
 
 def compact(tensor: Tensor) -> Tensor:
-    """Return a tensor that has its storage to itself: a file would hold all of a shared one."""
+    """Return a tensor that has its storage to itself: a file would hold all of a shared one.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The tensor, or a copy of it if its storage is larger than it is.
+    """
     tensor = tensor.contiguous()
     # An empty view has the address of what follows it, which torch.save takes for a shared storage.
     alone = tensor.nbytes and tensor.untyped_storage().nbytes() == tensor.nbytes

@@ -149,6 +149,7 @@ def _swa_one_by_one(group: Group, count: Count) -> None:
     currents = group.currents
     device = averages[0].device
     is_alike = (device, averages[0].dtype) == (currents[0].device, currents[0].dtype)
+
     for average, current in zip(averages, currents, strict=True):
         if group.has_average and is_alike:
             # ``average + (current - average) / (n + 1)`` without copies of the average.
@@ -204,6 +205,7 @@ def _call(function: Callable[..., None], group: Group, count: Count) -> None:
     currents = [current.detach().to(device) for current in group.currents]
     # As in torch, the count is a tensor: with an int, torch's functions round integers otherwise.
     number = count.clone() if isinstance(count, Tensor) else torch.tensor(count, device=device)
+
     function(averages, currents, number)
 
 
@@ -241,6 +243,7 @@ def _equal_weight(count: Count) -> Weight:
     """Return ``1 / (count + 1)``, rounded as torch rounds it: to the default dtype."""
     if isinstance(count, Tensor):
         return 1 / (count + 1)
+    # Torch computes the weight from a tensor, whose quotient has the default dtype.
     if torch.get_default_dtype() is torch.float32:
         # Several times faster than with a tensor.
         return float(struct.unpack("f", struct.pack("f", 1 / (count + 1)))[0])

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
 
+import torch
 from typing_extensions import override
 
 from modkit._messages import install_extra
@@ -47,8 +48,16 @@ Decay: TypeAlias = float | Callable[[int], float]
 Decays: TypeAlias = float | Sequence[Decay] | None
 
 _DEFAULT_DECAY: Final = 0.999
-# Schedules that a checkpoint does not describe.
-_NOT_SAVED: Final = ("Schedule", "Custom")
+# The schedules that ``from_config`` makes: a checkpoint describes neither functions nor subclasses.
+_CLASSES: Final = (
+    "Constant",
+    "CountWarmup",
+    "Equal",
+    "HalfLife",
+    "InverseGamma",
+    "PerUpdate",
+    "Power",
+)
 # Below it a decay is more likely a momentum, which is one minus the decay.
 _LEAST_PLAUSIBLE: Final = 0.1
 
@@ -106,11 +115,14 @@ def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
         if limits and not (value is None and declared.default is None):
             raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
         return value
+
     if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
         required = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
         raise ValueError(
             f"{owner}: {declared.name} must be {required or 'a finite number'}, got {value!r}"
         )
+
+    # NumPy's numbers would make a state that ``weights_only=True`` refuses to load.
     if isinstance(value, numbers.Integral) and not limits:
         return int(value)
     return float(value)
@@ -196,7 +208,7 @@ class Schedule(ABC):
         raise ValueError(f"{self}: the decay of step {n} must be between 0 and 1, got {decay!r}")
 
     def over(self, n: int, k: int) -> float:
-        """Return the decay of an update every ``k`` steps, which ``EMA`` uses for ``update_every=k``.
+        """Return the decay of an update every ``k`` steps, as with ``update_every=k``.
 
         The average spans as many steps as one that is updated in every step, except with
         :class:`PerUpdate`; :class:`Equal` gives each averaged model the same weight.
@@ -219,6 +231,7 @@ class Schedule(ABC):
         """
         if k < 1:
             raise ValueError(f"{type(self).__name__}: k must be 1 or more, got {k}")
+        # Fewer steps than ``k`` since the copy: that is among them, and replaced what was before.
         decay = self.decay_over(n, k) if n >= k else 0.0
         return float(decay) if 0.0 <= decay <= 1.0 else self._refuse(decay, n)
 
@@ -350,6 +363,7 @@ class InverseGamma(_Clamped):
 
     @override
     def decay_at(self, n: int) -> float:
+        # ``1 - (1 + x) ** -power`` without cancellation, for steps far beyond ``inv_gamma``.
         return self._clamped(-math.expm1(-self.power * math.log1p(n / self.inv_gamma)))
 
 
@@ -544,10 +558,10 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     options = dict(config)
     name = options.pop("name", None)
     # Only classes of this module: a checkpoint must not choose code to run.
-    allowed = [public for public in __all__ if public[0].isupper() and public not in _NOT_SAVED]
-    if name not in allowed:
-        names = ", ".join(allowed)
-        raise ValueError(f"no schedule to make from {config!r}: the name must be one of {names}")
+    if name not in _CLASSES:
+        raise ValueError(
+            f"no schedule to make from {config!r}: the name must be one of {', '.join(_CLASSES)}"
+        )
     if isinstance(options.get("schedule"), Mapping):
         options["schedule"] = from_config(options["schedule"])
 
@@ -582,8 +596,21 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
         raise TypeError(
             f"{name} must be an instance, such as {decay.__name__}(...), got the class {decay!r}"
         )
+
+    if isinstance(decay, torch.nn.Module):
+        # It is callable too, but what it returns is not a decay.
+        raise TypeError(
+            f"{name} must be a number, a schedule or a function of the step, got the model "
+            f"{type(decay).__name__}"
+        )
     if callable(decay):
         return Custom(decay)
+
+    if isinstance(cast("object", decay), str):
+        raise TypeError(
+            f"{name} must be a number, a schedule or a function of the step, got {decay!r}. "
+            f"Schedules are instances of the classes in modkit.schedules: {', '.join(_CLASSES)}"
+        )
     if isinstance(decay, bool) or not isinstance(cast("object", decay), numbers.Real):
         raise TypeError(
             f"{name} must be a number, a schedule or a function of the step, got {decay!r}"
@@ -592,7 +619,14 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
 
 
 def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
-    """Return several decays, or one in a list. A string counts as one, which is refused later."""
+    """Return several decays, or one in a list.
+
+    Args:
+        decays: A decay, or a sequence of them. A string counts as one, which is refused later.
+
+    Returns:
+        The decays.
+    """
     if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
         return decays
     return [cast("Decay", decays)]
@@ -600,6 +634,13 @@ def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
 
 def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
     """Return one schedule for each average that the arguments of ``EMA`` ask for.
+
+    Args:
+        decay: The argument ``decay``; 0.999 if neither is given.
+        schedule: The argument ``schedule``.
+
+    Returns:
+        The schedules, in the order of the averages.
 
     Raises:
         TypeError: If a decay is not a number, a schedule or a function.
@@ -614,6 +655,7 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
     if not decays:
         raise ValueError(f"EMA: {name} must not be an empty list")
 
+    # 0.0 is plausible: an average that is the model itself, to compare with.
     for value in decays:
         if isinstance(value, (int, float)) and 0 < value < _LEAST_PLAUSIBLE:
             warnings.warn(
@@ -640,7 +682,8 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
         update_every: Number of steps between updates, 1 or more.
 
     Returns:
-        ``n // update_every + 1`` weights, from 0 to 1. Their sum is 1.
+        ``n // update_every + 1`` weights, from 0 to 1, because the copy is a model of the average
+        too: after ``n`` steps with ``update_every=1`` it contains ``n + 1`` models. Their sum is 1.
 
     Raises:
         TypeError: If ``decay`` is not a number, a schedule or a function.
@@ -718,7 +761,9 @@ def plot(
 
 
 def gamma_of(sigma_rel: float) -> float:
-    """Return the exponent of the power function with a relative width; :func:`sigma_rel_of` reversed.
+    """Return the exponent of the power function with a relative width.
+
+    It is the inverse of :func:`sigma_rel_of`.
 
     It is the positive root of ``x**3 + 7 * x**2 + (16 - s) * x + 12 - s`` with ``s =
     sigma_rel**-2``: equation 126 and Algorithm 2 of https://arxiv.org/abs/2312.02696.
@@ -746,16 +791,20 @@ def gamma_of(sigma_rel: float) -> float:
     # makes s greater than (x + 2)**2, so 1 / sigma_rel is above the root, where the cubic is
     # convex: Newton's steps only decrease, and end where rounding stops them.
     s = sigma_rel**-2
-    gamma, below = math.inf, 1 / sigma_rel
-    while below < gamma:
-        gamma = below
+    gamma = math.inf
+    next_gamma = 1 / sigma_rel
+    while next_gamma < gamma:
+        gamma = next_gamma
         value = ((gamma + 7) * gamma + 16 - s) * gamma + 12 - s
-        below = gamma - value / ((3 * gamma + 14) * gamma + 16 - s)
+        slope = (3 * gamma + 14) * gamma + 16 - s
+        next_gamma = gamma - value / slope
     return max(gamma, 0.0)
 
 
 def sigma_rel_of(gamma: float) -> float:
-    """Return the relative width of the power function with an exponent; :func:`gamma_of` reversed.
+    """Return the relative width of the power function with an exponent.
+
+    It is the inverse of :func:`gamma_of`.
 
     It is ``sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)``, the standard deviation of a density
     proportional to ``t ** gamma`` on [0, 1]: equation 123 of https://arxiv.org/abs/2312.02696.

@@ -24,7 +24,14 @@ def sharded_places(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor; a tensor that is not sharded is returned as it is."""
+    """Return the local shard of a tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The shard, without a collective; a tensor that is not sharded is returned as it is.
+    """
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -55,7 +62,11 @@ def has_shards(model: torch.nn.Module) -> bool:
 
 
 def reshard(modules: Iterable[torch.nn.Module]) -> None:
-    """Free the full parameters that a forward may have left, so that the shards are registered."""
+    """Free the full parameters that a forward may have left, so that the shards are registered.
+
+    Args:
+        modules: Modules of a model. Those that ``fully_shard`` was not called for are left alone.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in modules:
@@ -120,7 +131,14 @@ def whole(state: Any) -> Any:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one. This is a collective."""
+    """Return the full tensor of a sharded one. This is a collective.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The full tensor, on the device of the mesh; a tensor that is not sharded as it is.
+    """
     if not is_sharded(tensor):
         return tensor
     # Offloaded shards go to the device of the mesh, where the collective runs.

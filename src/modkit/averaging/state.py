@@ -60,7 +60,14 @@ class LoadedState:
 
 
 def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a state holds of an average without error terms and random generators."""
+    """Return what a state holds of an average without error terms and random generators.
+
+    Args:
+        tensors: The averages by name.
+
+    Returns:
+        A dict like :meth:`Average.state_dict`.
+    """
     return {"tensors": tensors, "rests": {}, "generators": {}}
 
 
@@ -104,6 +111,7 @@ def read(
         nothing = Converted("nothing", {}, n_averaged=0)
         return _started(nothing, schedules, every=update_every, after=update_after_step)
 
+    # A state of ``EMA`` without its version is corrupt, and not of another library.
     foreign = "version" not in state and not {"averages", "schedules"} <= state.keys()
     if foreign:
         converted = convert(state, model)
@@ -240,6 +248,7 @@ def _average(checked: CheckedMapping) -> dict[str, Any]:
         "rests": dict(rests.values),
         "generators": _generators(checked.inside("generators")),
     }
+    # Only states that were saved after ``update_bn`` have the entry.
     if "statistics" in checked.values:
         average["statistics"] = checked.inside("statistics").tensors()
     return average
@@ -272,6 +281,7 @@ def _generators(checked: CheckedMapping) -> dict[str, Tensor]:
 def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of a state from inside ``applied``, which go into the model."""
     weights = checked.tensors()
+    # Not all of a model is swapped, so the state may hold fewer names, but no others.
     members = NamedTensors(model).all() if weights else {}
     members = {name: members[name] for name in weights if name in members}
 
@@ -285,7 +295,14 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore the empty dicts and lists of a state, which flat checkpoints leave out."""
+    """Restore the empty dicts and lists of a state, which flat checkpoints leave out.
+
+    Args:
+        state: A state of ``EMA`` that was read from a flat checkpoint, or something else.
+
+    Returns:
+        A new state, or ``state`` itself if it is not one of ``EMA``.
+    """
     averages = state.get("averages", [])
     schedules = state.get("schedules")
     if "version" not in state or not isinstance(averages, list) or not isinstance(schedules, list):
@@ -355,7 +372,7 @@ def matched(
 
 
 def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -> None:
-    """Raise NameMismatchError unless batch normalization statistics have the shapes of the model's."""
+    """Raise NameMismatchError unless statistics have the shapes of the model's buffers."""
     # The model may have lost a layer since; its statistics are dropped.
     present = {name: value for name, value in statistics.items() if name in members.buffers}
     expected = {name: members.buffers[name].tensor.shape for name in present}
@@ -370,6 +387,8 @@ def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
         for key in ("tensors", "rests")
         for name, tensor in average[key].items()
     }
+
+    # One test of all tensors, in which all ranks of a sharded model take part.
     path = first_nonfinite(tensors)
     if path is not None:
         raise invalid_state(
@@ -404,6 +423,8 @@ def _started(
         # One model of call ``first``, and one every ``every`` calls from there on.
         return max(0, 1 + (calls - first) // every)
 
+    # What the user says counts first, then the library's counter of calls, unless its count of
+    # models says something else; then its count of models alone.
     if step is not None:
         calls = step
     elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
@@ -435,6 +456,7 @@ def _warn_of_no_counter(source: str, loaded: LoadedState) -> None:
     after = loaded.update_after_step
     if not after and all(map(decays.is_constant, loaded.schedules)):
         return
+
     state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
     schedules = ", ".join(map(str, loaded.schedules))
     warnings.warn(

@@ -24,7 +24,15 @@ _LONGEST_REPR: Final = 80
 
 
 def invalid_state(text: str, owner: str = "EMA") -> ValueError:
-    """Return the error for a state that cannot be loaded into an object of the class ``owner``."""
+    """Return the error for a state that cannot be loaded.
+
+    Args:
+        text: What is wrong, and what to do.
+        owner: The class that loads the state.
+
+    Returns:
+        The error, without characters that could control a terminal.
+    """
     return ValueError(shown(f"{owner}: {text}. Nothing has been changed."))
 
 
@@ -91,7 +99,15 @@ class CheckedMapping:
         )
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise ValueError unless there is an entry of each name."""
+        """Check that there are entries.
+
+        Args:
+            names: Names that must be there.
+
+        Raises:
+            ValueError: If one is missing. It names all of them.
+        """
+        # All of them in one error, so that a state is corrected once.
         missing = [self.key(name) for name in names if name not in self.values]
         if missing:
             raise invalid_state(
@@ -99,7 +115,15 @@ class CheckedMapping:
             )
 
     def get(self, name: Any, kind: str | None = None) -> Any:
-        """Return an entry, which must be there, and of a kind if one is given."""
+        """Return an entry, which must be there.
+
+        Args:
+            name: Name of the entry.
+            kind: What it must be, one of ``KINDS``; None for anything.
+
+        Raises:
+            ValueError: If it is missing or of another kind.
+        """
         self.require([name])
         value = self.values[name]
 
@@ -113,7 +137,17 @@ class CheckedMapping:
         return value
 
     def integer(self, name: str, least: int = 0, most: float = math.inf) -> int:
-        """Return an entry that must be an int between two limits."""
+        """Return an entry that must be an int.
+
+        Args:
+            name: Name of the entry.
+            least: Smallest valid value.
+            most: Largest valid value.
+
+        Raises:
+            ValueError: If it is missing, not an int, or outside of the limits.
+        """
+        # A bool is an ``int`` too, and would pass ``isinstance``.
         value = self.get(name)
         if type(value) is not int or not least <= value <= most:
             limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
@@ -141,7 +175,15 @@ class CheckedMapping:
                 self.refuse(name, "a tensor under a name of type str")
 
     def tensor(self, name: Any, kinds: Iterable[str] = TENSOR) -> Tensor:
-        """Return an entry that must be a tensor of these kinds."""
+        """Return an entry that must be a tensor.
+
+        Args:
+            name: Name of the entry, which is there.
+            kinds: What it must be, of ``KINDS``, in the order of the tests.
+
+        Raises:
+            ValueError: If it is of another kind.
+        """
         value: Tensor = self.values[name]
         for kind in kinds:
             if not KINDS[kind](value):
@@ -149,6 +191,13 @@ class CheckedMapping:
         return value
 
     def tensors(self, kinds: Iterable[str] = TENSOR) -> dict[str, Tensor]:
-        """Return all entries, which must be tensors of these kinds under names of type ``str``."""
+        """Return all entries, which must be tensors under names of type ``str``.
+
+        Args:
+            kinds: What they must be, of ``KINDS``, in the order of the tests.
+
+        Raises:
+            ValueError: If a name is not a ``str``, or an entry is of another kind.
+        """
         self.check_names()
         return {name: self.tensor(name, kinds) for name in self.values}

@@ -102,6 +102,7 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
             # to copy. If that was not the reason, the first error is the one to show.
             with _DetachedCopies(), suppress(Exception):
                 return copy.deepcopy(model, dict(copies or {}))
+
         if has_shards(model) or is_flattened(model.modules()):
             add_note(
                 error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
@@ -110,7 +111,14 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
 
 
 def check_writable(pairs: Iterable[Pair]) -> None:
-    """Raise RuntimeError, before anything is written, if a tensor cannot take other values."""
+    """Check that tensors can be written to, before the first one is.
+
+    Args:
+        pairs: Name, tensor, and the value that it is to have.
+
+    Raises:
+        RuntimeError: If a tensor is expanded, on the meta device, or an inference tensor.
+    """
     for name, tensor, _ in pairs:
         kind = _read_only_kind(tensor)
         if kind is not None:
@@ -126,6 +134,8 @@ def _read_only_kind(tensor: Tensor) -> str | None:
         return "on the meta device"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
+
+    # Several elements of an expanded tensor are one in memory, which torch refuses to write to.
     if tensor.layout is torch.strided and not is_sharded(tensor):
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         if any(size > 1 and stride == 0 for size, stride in strides):
@@ -134,7 +144,13 @@ def _read_only_kind(tensor: Tensor) -> str | None:
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values; a buffer may have had another shape."""
+    """Give a tensor other values.
+
+    Args:
+        tensor: The tensor.
+        value: Its values, of any dtype and device. A buffer may have had another shape: then the
+            tensor gets new memory.
+    """
     if tensor.shape == value.shape:
         copy_(tensor, value)
     else:
@@ -216,7 +232,11 @@ class Registered:
 
     @critical
     def undo(self) -> str | None:
-        """Put back what replaced a swapped tensor, or a module of one; return the tensor's name."""
+        """Put back swapped tensors, and modules of them, that were replaced.
+
+        Returns:
+            The name of a tensor that was replaced; None if there is none.
+        """
         if not self._tables.changed():
             return None
         # After a forward, FSDP's full parameters are registered in place of the shards.
@@ -255,6 +275,8 @@ class Registered:
             for key, member in members.items():
                 if member is None or table.get(key) is member:
                     continue
+                # What has no swapped parameter may be replaced, as an adapter without an average
+                # is.
                 names = self._names_in(member)
                 if names:
                     return names[0]
@@ -450,7 +472,14 @@ active_swaps: list[Swap] = []
 
 
 def raw_value(tensor: Tensor) -> Tensor | None:
-    """Return the training weights of a tensor, or None if nothing is swapped in."""
+    """Return the training weights of a tensor.
+
+    Args:
+        tensor: A parameter or buffer of a model.
+
+    Returns:
+        The data that it had before the first swap, or None if nothing is swapped in.
+    """
     # The first swap of a tensor found its training weights; a later one found the average.
     positions = ((swap, swap.position(tensor)) for swap in tuple(active_swaps))
     return next((swap.raws[index] for swap, index in positions if index is not None), None)
@@ -520,8 +549,10 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
             error of its own, that one gets a note.
     """
     swap = Swap(pairs)
+    # It undoes the swap if a signal prevents all of what follows.
     owner = _Owner()
     owner.swap = swap
+
     try:
         swap.apply()
         yield
@@ -530,13 +561,21 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
         if problem is not None:
             add_note(error, problem)
         raise
+
     problem = swap.undo(registered)
     if problem is not None:
         raise RuntimeError(problem)
 
 
 def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the training weights of the tensors that averages are swapped into, by name."""
+    """Return the training weights of the tensors that averages are swapped into.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The weights by canonical name; none if nothing is swapped in.
+    """
     if not active_swaps:
         return {}
     members = NamedTensors(model).all().items()

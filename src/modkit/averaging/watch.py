@@ -115,6 +115,7 @@ class Watch:
         self._names = list(chain.from_iterable(self._named))
         self._alike = metadata_guard([] if self._unknown else list(tensors))
 
+        # Averaged buffers are compared by identity, because a forward may replace them.
         self._members = [member.tensor for member in members]
         self._registries = [member.registry for member in members]
         self._keys = [member.key for member in members]
@@ -143,7 +144,15 @@ class Watch:
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
-    """Return a function that returns True while the tensors have their present metadata."""
+    """Return a function that compares the metadata of tensors with the present ones.
+
+    Args:
+        tensors: The tensors, of any kind. Those of FSDP are compared by their shards.
+
+    Returns:
+        A function that returns True while shapes, strides, dtypes and devices are as they are now:
+        torch's guard, in C++, where it knows the tensors.
+    """
     if not tensors:
         return partial(bool, True)
     sharded = [tensor for tensor in tensors if is_sharded(tensor)]
@@ -155,6 +164,7 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
         if guard is not None:
             return guard
 
+    # Torch's guard does not take subclasses and other layouts: compare in Python.
     facts = _metadata_of(tensors)
     return lambda: _metadata_of(tensors) == facts
 

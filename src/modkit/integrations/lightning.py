@@ -18,6 +18,7 @@ from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
     Evaluation,
+    NamesTheRightClass,
     averaged_parameters,
     check_options,
     check_outside,
@@ -53,7 +54,7 @@ Callback: Any = _pl.Callback
 CheckpointIO: Any = _pl.plugins.CheckpointIO
 
 
-class EMACallback(Callback):
+class EMACallback(Callback, NamesTheRightClass):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
     The average is updated after each batch in which an optimizer stepped on an averaged parameter:

@@ -17,6 +17,7 @@ from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
     Evaluation,
+    NamesTheRightClass,
     check_options,
     check_outside,
     end_swap,
@@ -68,7 +69,7 @@ _hf = _package()
 TrainerCallback: Any = _hf.TrainerCallback
 
 
-class EMACallback(TrainerCallback):
+class EMACallback(TrainerCallback, NamesTheRightClass):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
@@ -360,6 +361,7 @@ class EMACallback(TrainerCallback):
                     stacklevel=3,
                 )
             return None
+
         ema = EMA(self.ema.model, self._decay, **self._options)
         ema.load_state_dict(content["ema"])
         return ema

@@ -122,6 +122,8 @@ class ResBlock(nn.Module):
             channels, out_channels, norm_type, activation, stride=stride
         )
         self.conv2: nn.Sequential = _convolution(out_channels, out_channels, norm_type)
+
+        # The shortcut has no norm, and is in a container of its own, as its keys in LightZero say.
         if stride > 1:
             conv = nn.Conv2d(channels, out_channels, 3, stride=stride, padding=1, bias=False)
             self.conv3: nn.Sequential = nn.Sequential(conv)
@@ -370,6 +372,7 @@ class RepresentationNetwork(nn.Module):
             x = self.downsample_net(x)
         else:
             x = self.activation(self.norm(self.conv(x)))
+
         for block in self.resblocks:
             x = block(x)
         if self.use_sim_norm:
@@ -605,6 +608,7 @@ class DynamicsNetwork(nn.Module):
             raise AssertionError(
                 f"num_channels:{num_channels} <= action_encoding_dim:{action_encoding_dim}"
             )
+
         if action_encoding_dim < 1:
             raise ValueError(
                 f"{type(self).__name__}: action_encoding_dim={action_encoding_dim} is less than 1"

@@ -297,6 +297,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         is_compensated = self._runtime.options.precision == "compensated"
         errors = self._errors_for(averages) if is_compensated else {}
         rule = self._rule()
+
+        # One group per tensor: the compiler fuses operations by itself.
         with torch.no_grad():
             for name, current in currents.items():
                 group = Group(
@@ -307,6 +309,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
                     has_average=is_averaged(averages[name]),
                 )
                 rule.step_on_device(group, self.n_averaged)
+
         copies.run_traced()
         self.n_averaged.add_(1)
 
@@ -411,6 +414,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             key = name.replace(".", "/")
             term = self.compensation._buffers.get(key)
             fits = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
+
             if is_averaged(tensor) and not fits:
                 with torch.inference_mode(False), torch.no_grad():
                     term = torch.zeros_like(tensor, requires_grad=False)
@@ -521,6 +525,7 @@ class _Seeds:
         )
         if counter.device.type in HOST_DEVICES or not facts or facts != self._facts:
             self._count = int(counter)
+
         seed = self._seed + self._count
         self._count += 1
         self._facts = (*facts[:2], facts[2] + 1) if facts else ()

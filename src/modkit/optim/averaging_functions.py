@@ -38,7 +38,7 @@ class AveragingFunction:
         update_wrapper(self, self._function)
 
         self.rule: Rule | None = None
-        """The steps that the engine takes instead of calling the function, with kernels of its own."""
+        """The steps that the engine takes with kernels of its own, in place of the function."""
         if name == "get_ema_multi_avg_fn" and decay is not None:
             self.rule = Ema((1 - decay,), self._function)
         elif name == "get_swa_multi_avg_fn":

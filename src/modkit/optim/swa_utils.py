@@ -96,12 +96,14 @@ def update_bn(
     """
     if not batch_norm.layers_of(model):
         return
+
     if any_swapped(model):
         raise RuntimeError(
             "update_bn() was called inside applied() or evaluating(): it would overwrite the "
             "statistics of the average. Call ema.update_bn(loader) outside of the block. Nothing "
             "has been changed."
         )
+
     batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
 
 

@@ -314,3 +314,23 @@ def test_batch_normalization_statistics_of_the_average(tmp_path) -> None:
 
     assert freeze(dict(saved)) == freeze(dict(expected.state_dict()))
     assert freeze(dict(net.state_dict())) == before
+
+
+def test_the_callback_for_hand_written_loops_names_this_one(tmp_path) -> None:
+    """A Trainer that gets it fails with a sentence that names the class that it needs."""
+    callback = modkit.EMACallback(torch.nn.Linear(1, 1))
+
+    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.lightning\.EMACallback"):
+        pl.Trainer(callbacks=[callback], default_root_dir=tmp_path, logger=False)
+
+
+def test_the_callback_in_the_trainer_of_transformers_names_that_one() -> None:
+    """So does the event that the other Trainer calls first."""
+    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.transformers\.EMACallb"):
+        EMACallback().on_init_end
+
+
+def test_a_model_in_place_of_the_decay() -> None:
+    """The error names the class for hand-written loops."""
+    with pytest.raises(TypeError, match=r"decay is a model, Linear.* use modkit\.EMACallback\("):
+        EMACallback(torch.nn.Linear(1, 1))

@@ -294,3 +294,65 @@ def test_a_model_deeper_than_the_recursion_limit_has_an_average():
     ema.update()
 
     assert len(list(ema.named_averages())) == 2
+
+
+# --- the wrong class ---------------------------------------------------------------------------------
+
+
+@for_each("name", ["cosine", "equal", "c"])
+def test_a_schedule_that_is_a_name(name: str) -> None:
+    """The error lists the classes of schedules."""
+    classes = [kind for kind in schedules.__all__ if isinstance(getattr(schedules, kind), type)]
+    saved = [kind for kind in classes if kind not in {"Schedule", "Custom"}]
+    message = f"EMA: schedule {NUMBER}, got {name!r}. Schedules are instances of the classes in "
+
+    with pytest.raises(TypeError) as error:
+        modkit.EMA(network(), schedule=name)
+
+    assert str(error.value) == f"{message}modkit.schedules: {', '.join(sorted(saved))}"
+
+
+@for_each("option", ["decay", "schedule"])
+def test_a_model_is_not_a_function_of_the_step(option: str) -> None:
+    """It is callable, but returns no decay."""
+    with pytest.raises(TypeError, match=f"{option} {NUMBER}, got the model Sequential"):
+        modkit.EMA(network(), **{option: network()})
+
+
+def test_callbacks_of_trainers_do_not_take_the_model() -> None:
+    """The error names the class for hand-written loops."""
+    with pytest.raises(
+        TypeError, match=r"decay is a model, Sequential.* use modkit\.EMACallback\("
+    ):
+        check_options(network(), 0, {})
+
+
+def test_the_callback_for_loops_takes_the_model() -> None:
+    """The error names the classes for trainers."""
+    message = "model must be a torch.nn.Module, got float.*modkit.integrations.lightning or "
+    with pytest.raises(TypeError, match=message):
+        modkit.EMACallback(0.999)
+
+
+@for_each(
+    ("attribute", "package"),
+    [("state_key", "lightning"), ("on_init_end", "transformers"), ("attach", "transformers")],
+)
+def test_the_callback_for_loops_in_a_trainer(attribute: str, package: str) -> None:
+    """The attribute that a trainer reads first names the class for this trainer."""
+    callback = modkit.EMACallback(network())
+    message = f"modkit.EMACallback is not a callback .* modkit.integrations.{package}.EMACallback"
+
+    with pytest.raises(AttributeError, match=message):
+        getattr(callback, attribute)
+
+    assert not hasattr(copy.deepcopy(callback), attribute)
+
+
+def test_an_attribute_that_no_trainer_reads() -> None:
+    """The error is Python's."""
+    with pytest.raises(AttributeError) as error:
+        modkit.EMACallback(network()).averages
+
+    assert str(error.value) == "'EMACallback' object has no attribute 'averages'"
+    assert error.value.name == "averages"

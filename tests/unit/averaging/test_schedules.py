@@ -285,6 +285,10 @@ def test_refused_values(make, text):
 
 
 NUMBER = "must be a number, a schedule or a function of the step"
+CLASSES = (
+    "Schedules are instances of the classes in modkit.schedules: Constant, CountWarmup, Equal, "
+    "HalfLife, InverseGamma, PerUpdate, Power"
+)
 
 
 @for_each(
@@ -296,14 +300,14 @@ NUMBER = "must be a number, a schedule or a function of the step"
         (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
         (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
         (lambda: Custom(Equal), f"Custom: function must not be a class, got {Equal!r}"),
-        (lambda: PerUpdate("0.9"), f"PerUpdate: schedule {NUMBER}, got '0.9'"),
+        (lambda: PerUpdate("0.9"), f"PerUpdate: schedule {NUMBER}, got '0.9'. {CLASSES}"),
         (
             lambda: PerUpdate(Equal),
             f"PerUpdate: schedule must be an instance, such as Equal(...), got the class {Equal!r}",
         ),
-        (lambda: profile("0.9", 3), f"profile: decay {NUMBER}, got '0.9'"),
-        (lambda: plot("0.9", 3), f"plot: schedules {NUMBER}, got '0.9'"),
-        (lambda: plot([0.5, "0.9"], 3), f"plot: schedules {NUMBER}, got '0.9'"),
+        (lambda: profile("0.9", 3), f"profile: decay {NUMBER}, got '0.9'. {CLASSES}"),
+        (lambda: plot("0.9", 3), f"plot: schedules {NUMBER}, got '0.9'. {CLASSES}"),
+        (lambda: plot([0.5, "0.9"], 3), f"plot: schedules {NUMBER}, got '0.9'. {CLASSES}"),
     ],
 )
 def test_refused_types(make, text):
