@@ -166,12 +166,15 @@ class _Reading(NamedTuple):
 
     version: int
     misfits: list[str]
+    renamed: set[str]
     complete: bool
     effects: list[tuple[Step, tuple[str, ...]]]
 
-    def rank(self) -> tuple[int, bool]:
+    def rank(self) -> tuple[float, bool]:
         """Return a lower value for a better fit."""
-        return len(self.misfits), not self.complete
+        # A renamed tensor of another shape has the new name at least, and does not fit under the old one.
+        half = len(self.renamed.intersection(self.misfits)) / 2
+        return len(self.misfits) - half, not self.complete
 
 
 def version_of(module: Any, entries: Entries) -> int:
@@ -197,10 +200,16 @@ def version_of(module: Any, entries: Entries) -> int:
             failures.append((since, error))
             continue
         misfits = [name for name, value in made.items() if not _fits(name, value, expected)]
+        renamed: set[str] = set()
+        for change in changes:
+            if change.step.kind == "rename":
+                renamed.update(expected.keys() & change.targets)
+            else:
+                renamed.difference_update(change.targets)
         complete = not misfits and expected.keys() == made.keys()
         # A tensor that is added overwrites nothing of the file.
         effects = [(change.step, change.sources) for change in changes if change.sources]
-        readings.append(_Reading(since, misfits, complete, effects))
+        readings.append(_Reading(since, misfits, renamed, complete, effects))
 
     best = min(readings, key=_Reading.rank)
     for since, failure in failures:

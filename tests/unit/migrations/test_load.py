@@ -344,3 +344,36 @@ def test_a_step_runs_once_where_a_base_declares_too(impl):
     model.load_state_dict(old)
 
     assert model.w.item() == 6.0
+
+
+def test_renamed_layers_of_other_sizes(impl):
+    """Without a version, an old name decides; the size is an error of loading, as for any layer."""
+
+    @mig.declare({2: [mig.rename("fc.*", "out.*")]})
+    class Head(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.out = torch.nn.Linear(2, 3)
+
+    old = {"fc.weight": torch.ones(5, 2), "fc.bias": torch.ones(5)}
+
+    with pytest.raises(RuntimeError, match=r"size mismatch for out\.weight: .*\[5, 2\]"):
+        Head().load_state_dict(old)
+    assert set(mig.migrate(Head(), old)) == {"out.weight", "out.bias"}
+
+
+def test_swapped_names_of_several_sizes(impl):
+    """Shapes decide where both versions have the same names."""
+
+    @mig.declare({2: [mig.rename("a", "other"), mig.rename("b", "a"), mig.rename("other", "b")]})
+    class Swapped(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(4))
+
+    for sizes in ((3, 4), (4, 3)):
+        values = dict(zip("ab", map(torch.rand, sizes), strict=True))
+        model = Swapped()
+        model.load_state_dict(values)
+
+        assert torch.equal(model.a, values["a" if sizes == (3, 4) else "b"])
