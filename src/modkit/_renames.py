@@ -495,3 +495,26 @@ def _is_evident(
     if last == new_last and (words <= others or others <= words):
         return True
     return SequenceMatcher(None, parts[0], parts[1]).ratio() > _TYPO
+
+
+def paths_after(new_names: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """Return where the tensors below the path of each module are after a renaming.
+
+    Args:
+        new_names: The new name of each tensor; its old one if it is not renamed.
+
+    Returns:
+        All paths below which some of them have the names relative to the module that they had; None
+        stands for tensors whose relative names have changed.
+    """
+    paths: dict[str, dict[str | None, None]] = defaultdict(dict)
+    for name, new_name in new_names.items():
+        path = name
+        new_path = new_name
+        is_alike = True
+        while path:
+            path, _, last = path.rpartition(".")
+            new_path, _, new_last = new_path.rpartition(".")
+            is_alike = is_alike and last == new_last
+            paths[path][new_path if is_alike else None] = None
+    return {path: list(new_paths) for path, new_paths in paths.items()}
