@@ -90,8 +90,8 @@ _NN: Final = [
     Bug(
         "load_matching: a tied parameter counts as missing",
         "nn/_load_matching.py",
-        "if n in missing and id(target) not in written",
-        "if n in missing",
+        "if name in missing and id(targets[name]) not in written",
+        "if name in missing",
         "tests/unit/load/test_load_matching.py",
     ),
     Bug(

@@ -20,7 +20,7 @@ from modkit.migrations.patterns import check_pattern, filled, matches, wildcards
 
 Entries = dict[str, Any]
 _INVERSE_KINDS: Final = {"merge": "split", "split": "merge", "drop": "add", "add": "drop"}
-# What a step of these kinds needs for its way back.
+# Needed by a step of these kinds for its way back.
 _NEEDED_FOR_INVERSE: Final = {"drop": "a default", "convert": "a function down="}
 
 

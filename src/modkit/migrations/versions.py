@@ -138,7 +138,7 @@ def bring(module: Any, subtree: Subtree, version: Any, goal: int) -> list[Change
 
 
 class _Stepped(NamedTuple):
-    """What the steps between two versions have made of the entries of a module."""
+    """The entries of a module after the steps between two versions."""
 
     entries: Entries
     saved: Saved
@@ -202,7 +202,7 @@ def _moved(saved: Saved, new_names: Mapping[str, str]) -> Saved:
 
 
 class _Reading(NamedTuple):
-    """What entries without a version would become if they were of one version."""
+    """Entries without a version, read as those of one version, and migrated."""
 
     version: int
     misfits: list[str]
