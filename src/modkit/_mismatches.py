@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from modkit._renames import Rule, Shape, Shapes, find_renames, starred
+from modkit._renames import Rule, Shape, Shapes, Unexplained, find_renames, starred
 from modkit.errors import printable
 
 
@@ -205,7 +205,7 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
     ]
 
 
-def _forget(names: Iterable[str], shapes: dict[str, Shape | None]) -> int:
+def _forget(names: Iterable[str], shapes: Unexplained) -> int:
     """Remove names that a cause explains; return how many of them were there."""
     explained = [name for name in names if name in shapes]
     for name in explained:
@@ -213,7 +213,7 @@ def _forget(names: Iterable[str], shapes: dict[str, Shape | None]) -> int:
     return len(explained)
 
 
-def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
     """Find averages that some libraries store without the dots of names, behind a prefix."""
     by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
@@ -232,7 +232,7 @@ def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None])
             return
 
 
-def _families(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
+def _families(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
     """Find tensors that only one side has, by what their names say."""
     for pattern, family in _FAMILIES.items():
         finder = re.compile(pattern)
@@ -262,10 +262,7 @@ def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
 
 
 def _depths(
-    model: Shapes,
-    file: Shapes,
-    surplus: dict[str, Shape | None],
-    lacking: dict[str, Shape | None],
+    model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
 ) -> Iterator[Note]:
     """Find lists of layers that are longer on one side, or that start at another number."""
     file_homes = _numbered(file)

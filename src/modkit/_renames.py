@@ -16,6 +16,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 Shape: TypeAlias = tuple[int, ...]
 # None where a parameter has no shape yet.
 Shapes: TypeAlias = Mapping[str, Shape | None]
+# The names that no rule and no cause explains yet.
+Unexplained: TypeAlias = dict[str, Shape | None]
 Parts: TypeAlias = tuple[str, ...]
 # The tensors of a module: last parts of names, and shapes. For a tensor, no last part.
 Content: TypeAlias = frozenset[tuple[str, Shape | None]]
@@ -91,8 +93,8 @@ class Renames:
         is_of_another_model: Whether hardly a name fits, apart from its beginning.
     """
 
-    old: dict[str, Shape | None]
-    new: dict[str, Shape | None]
+    old: Unexplained
+    new: Unexplained
     original: dict[str, str]
     present: Collection[str]
     rules: list[Rule] = field(default_factory=list)
@@ -115,17 +117,15 @@ class Renames:
 
             shape = self.old.pop(name)
             original = self.original.pop(name)
-            if substituted not in self.new and substituted not in self.present:
+            # A load may have filled in what was missing: a counter of BatchNorm, for instance.
+            if substituted in self.new or substituted in self.present:
+                explained += 1
+                if is_certain and substituted in self.new:
+                    self.pairs[original] = substituted
+                self.new.pop(substituted, None)
+            else:
                 self.old[substituted] = shape
                 self.original[substituted] = original
-                continue
-
-            explained += 1
-            # A load may have filled in what was missing: a counter of BatchNorm, for instance.
-            if substituted in self.new:
-                del self.new[substituted]
-                if is_certain:
-                    self.pairs[original] = substituted
         return explained
 
 
@@ -176,7 +176,7 @@ def find_renames(
     return renames
 
 
-def _limited(shapes: Shapes, names: Iterable[str]) -> dict[str, Shape | None]:
+def _limited(shapes: Shapes, names: Iterable[str]) -> Unexplained:
     first = islice(names, _MOST_NAMES)
     return {name: shapes[name] for name in first if len(name) <= _LONGEST_NAME}
 
@@ -387,7 +387,7 @@ def _joined_names(whole: str, names: list[str]) -> Parts:
 
 
 class _Reading(NamedTuple):
-    """What names may have become: several on each side if it is not certain."""
+    """Names that may be those of the other side: several on each if it is not certain."""
 
     old: Parts
     new: Parts
@@ -409,11 +409,8 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
         old = _contents(renames.old, by_module=by_module)
         new = _contents(renames.new, by_module=by_module)
         components = [*_components(old, new)]
-        places = Counter(
-            _differing_parts(*olds, *news)
-            for olds, news in components
-            if len(olds) == len(news) == 1
-        )
+        single = [(*olds, *news) for olds, news in components if len(olds) == len(news) == 1]
+        places = Counter(_differing_parts(*pair) for pair in single)
         repeated = {parts for parts, n in places.items() if n > 1}
 
         counts: Counter[_Reading] = Counter()
@@ -553,11 +550,7 @@ def _certain_pairs(
     new_words = dict(zip(news, _telling(words[len(olds) :]), strict=True))
     shared = {(old, new): old_words[old] & new_words[new] for old in olds for new in news}
     uses = Counter(name for pair, common in shared.items() if common for name in pair)
-    pairs = [
-        (old, new)
-        for (old, new), common in shared.items()
-        if common and uses[old] == uses[new] == 1
-    ]
+    pairs = [pair for pair in shared if shared[pair] and {uses[name] for name in pair} == {1}]
     # If some names stay in doubt, words other than q, k and v may be a coincidence.
     if not len(pairs) == len(olds) == len(news):
         pairs = [pair for pair in pairs if shared[pair] & _QUERY_KEY_VALUE]
@@ -565,11 +558,7 @@ def _certain_pairs(
 
 
 def _is_evident(
-    old: str,
-    new: str,
-    content: Content,
-    unique: set[Shape | None],
-    repeated: set[Parts],
+    old: str, new: str, content: Content, unique: set[Shape | None], repeated: set[Parts]
 ) -> bool:
     """Return True if shapes or names leave little doubt that two names are one tensor."""
     matrices = [shape for _, shape in content if shape and sum(size > 1 for size in shape) > 1]

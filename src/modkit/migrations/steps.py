@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from modkit.migrations.patterns import check_pattern, filled, matches, wildcards
 
 
 Entries = dict[str, Any]
+Names: TypeAlias = str | Sequence[str]
+# A function gets the module.
+Default: TypeAlias = Tensor | Callable[[Any], Tensor]
+Sizes: TypeAlias = Sequence[int] | Callable[[Any], Sequence[int]]
 _INVERSE_KINDS: Final = {"merge": "split", "split": "merge", "drop": "add", "add": "drop"}
 # Needed by a step of these kinds for its way back.
 _NEEDED_FOR_INVERSE: Final = {"drop": "a default", "convert": "a function down="}
@@ -158,7 +162,7 @@ def rename(old: str, new: str) -> Step:
     return Step("rename", (old,), (new,))
 
 
-def drop(name: str, default: Tensor | Callable[[Any], Tensor] | None = None) -> Step:
+def drop(name: str, default: Default | None = None) -> Step:
     """Remove tensors that this version does not have.
 
     Args:
@@ -184,7 +188,7 @@ def drop(name: str, default: Tensor | Callable[[Any], Tensor] | None = None) -> 
     return add(name, default).inverse()
 
 
-def add(name: str, default: Tensor | Callable[[Any], Tensor]) -> Step:
+def add(name: str, default: Default) -> Step:
     """Add a tensor that older versions do not have.
 
     Without versions, it is added where it is absent and everything else fits.
@@ -222,7 +226,7 @@ def add(name: str, default: Tensor | Callable[[Any], Tensor]) -> Step:
     return Step("add", (), (name,), new_tensor)
 
 
-def merge(names: str | Sequence[str], new: str, dim: int | None = 0) -> Step:
+def merge(names: Names, new: str, dim: int | None = 0) -> Step:
     """Concatenate tensors of equal shape, or stack tensors with numbers in their names.
 
     Args:
@@ -245,12 +249,7 @@ def merge(names: str | Sequence[str], new: str, dim: int | None = 0) -> Step:
     return split(new, names, dim).inverse()
 
 
-def split(
-    old: str,
-    names: str | Sequence[str],
-    dim: int | None = 0,
-    sizes: Sequence[int] | Callable[[Any], Sequence[int]] | None = None,
-) -> Step:
+def split(old: str, names: Names, dim: int | None = 0, sizes: Sizes | None = None) -> Step:
     """Split a tensor into parts.
 
     Args:
@@ -316,10 +315,10 @@ def split(
 
 
 def convert(
-    names: str | Sequence[str],
+    names: Names,
     up: Callable[..., Any],
     down: Callable[..., Any] | None = None,
-    new: str | Sequence[str] | None = None,
+    new: Names | None = None,
 ) -> Step:
     """Compute tensors: transposes, interleaved heads, and all that no other step does.
 
@@ -352,7 +351,7 @@ def convert(
     return Step("convert", old, targets, upward, downward)
 
 
-def _as_tuple(names: str | Sequence[str]) -> tuple[str, ...]:
+def _as_tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 

@@ -107,6 +107,14 @@ def test_state_dicts(table, entries, text):
     assert entries == before
 
 
+def test_half_a_merge_without_a_version():
+    """Old names are there, so the error says what their step lacks, not that names are unknown."""
+    model = declared({2: [QKV]}, x=ONE)
+
+    with pytest.raises(MigrationError, match=r"there is q\.w, but no v\.w"):
+        mig.migrate(model, {"q.w": ONE, "k.w": ONE})
+
+
 def test_newer_files():
     """A file newer than the class names the module and both versions."""
     model = nn.Sequential(declared({2: [mig.rename("a", "b")]}, b=ONE))
