@@ -74,7 +74,11 @@ class Note(NamedTuple):
 
 
 def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
-    """Return the shapes of the tensors among entries; None where one has no shape yet."""
+    """Return the shapes of the tensors among entries; None where one has no shape yet.
+
+    Args:
+        entries: The entries of a state dict, which may be of any content; others are left out.
+    """
     return {
         name: None if torch.nn.parameter.is_lazy(value) else tuple(value.shape)
         for name, value in entries.items()
@@ -95,6 +99,12 @@ def explain(
 
     Returns:
         At most eight lines. They propose, and may name several causes where shapes do not tell.
+
+    Example:
+        >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
+        >>> print(*explain({"weight": (2, 3), "bias": (2,)}, state_dict))
+        all 2 names of the checkpoint have 'module.' too much (added by DataParallel, DDP or \
+AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
     if not file.keys() & model.keys():
@@ -105,7 +115,16 @@ def explain(
 
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
-    """Say how names and shapes of a checkpoint differ from a model's; see :func:`explain`."""
+    """Say how names and shapes of a checkpoint differ from a model's.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        file: Those of the checkpoint.
+        reported: As in :func:`explain`.
+
+    Returns:
+        At most eight lines, as :func:`explain` returns them.
+    """
     if reported is None:
         differing = [name for name in model if name in file and file[name] != model[name]]
         reported = model.keys() - file.keys(), file.keys() - model.keys(), differing
@@ -166,10 +185,19 @@ def _another_model(model: Shapes, file: Shapes) -> str:
 
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
-    """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
+    """Find the state dict in a checkpoint that has it below a key, or say that there is none.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        given: What was given for a state dict.
+
+    Returns:
+        The lines to show; None if the names are those of a state dict, which fit in no way.
+    """
     if {"state", "param_groups"} <= given.keys():
         return ["this is the state of an optimizer, not of a model"]
 
+    # Two levels, as in ``checkpoint["state"]["model"]``. A checkpoint may contain itself.
     nested = {(key,): value for key, value in given.items() if isinstance(value, Mapping)}
     nested |= {
         (*path, key): value
@@ -181,6 +209,7 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
     scores: dict[tuple[Any, ...], tuple[int, int, int]] = {}
     for path, entries in nested.items():
         shapes = shapes_of(entries)
+        # Names first: averages, or the state of an optimizer, have the same shapes.
         if shapes:
             same_names = len(shapes.keys() & model.keys())
             same_shapes = (Counter(shapes.values()) & model_shapes).total()
@@ -214,7 +243,10 @@ def _forget(names: Iterable[str], shapes: Unexplained) -> int:
 
 
 def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
-    """Find averages that some libraries store without the dots of names, behind a prefix."""
+    """Find averages that some libraries store without the dots of names, behind a prefix.
+
+    Buffers and parameters of a module cannot have dots in their names.
+    """
     by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
         plain_names = {n: n.removeprefix(prefix) for n in surplus if n.startswith(prefix)}
@@ -233,7 +265,10 @@ def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
 
 
 def _families(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
-    """Find tensors that only one side has, by what their names say."""
+    """Find tensors that only one side has, by what their names say.
+
+    If both sides have some of a family, they may be renamed, and are left to the search for that.
+    """
     for pattern, family in _FAMILIES.items():
         finder = re.compile(pattern)
         only_in_file = [name for name in surplus if finder.search(name)]
@@ -256,6 +291,7 @@ def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
     """Return the names below each home by number, such as those of layers in a list."""
     numbered: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
+        # A name from a file may be of any length.
         for match in re.finditer(r"(?:^|\.)(\d{1,9})(?=\.)", name[:1000]):
             numbered[name[: match.start()]][int(match[1])].append(name)
     return numbered
@@ -264,7 +300,10 @@ def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
 def _depths(
     model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
 ) -> Iterator[Note]:
-    """Find lists of layers that are longer on one side, or that start at another number."""
+    """Find lists of layers that are longer on one side, or that start at another number.
+
+    Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
+    """
     file_homes = _numbered(file)
     model_homes = _numbered(model)
     for home in sorted(file_homes.keys() & model_homes.keys()):
@@ -295,6 +334,7 @@ def _depths(
 
 
 def _say_rule(rule: Rule, total: int) -> Note:
+    """Return the line for a rule; ``total`` is the number of tensors in the checkpoint."""
     if rule.kind == "prefix":
         return Note(_PREFIX, rule.count, _say_prefix(rule, total))
     if rule.kind == "rename":
@@ -346,6 +386,7 @@ def _say_joined(rule: Rule) -> str:
 
 
 def _rest(side: str, names: list[str]) -> Iterator[Note]:
+    """Name the modules of the tensors that no cause explains."""
     if not names:
         return
     homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
@@ -372,6 +413,7 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
 
     of_width = ("outputs", "other", "channels")
     by_width = [name for kind in of_width for name in kinds.get(kind, ())]
+    # One cause in place of a line for each kind of layer.
     if len(by_width) > max(4, _MOST_OTHER_SIZES * total):
         kinds = {kind: names for kind, names in kinds.items() if kind not in of_width}
         changes = Counter(
@@ -399,6 +441,7 @@ def _kind(name: str, old: Shape, new: Shape) -> str:
     """Return the key in ``_KINDS`` for what differs between two shapes."""
     if len(old) == 2 and old[::-1] == new:
         return "transposed"
+    # A 1x1 convolution in the place of a linear layer, or a scalar of one element.
     if [size for size in old if size != 1] == [size for size in new if size != 1]:
         return "ones"
 

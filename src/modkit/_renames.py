@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from itertools import count, islice, takewhile
+from itertools import accumulate, count, islice, takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 
@@ -145,6 +145,14 @@ def find_renames(
 
     Returns:
         The rules, the pairs of names that are certain, and what is left. It is deterministic.
+
+    Example:
+        >>> old = {"net.fc.weight": (4, 2), "net.fc.bias": (4,)}
+        >>> renames = find_renames(old, {"fc.weight": (4, 2), "fc.bias": (4,)})
+        >>> renames.rules
+        [Rule(kind='prefix', old=('net.',), new=('',), count=2, is_certain=True)]
+        >>> renames.pairs
+        {'net.fc.weight': 'fc.weight', 'net.fc.bias': 'fc.bias'}
     """
     surplus = [name for name in old if name not in new] if surplus is None else surplus
     lacking = [name for name in new if name not in old] if lacking is None else lacking
@@ -153,6 +161,8 @@ def find_renames(
     present = new.keys() - set(lacking)
     renames = Renames(left_old, left_new, {name: name for name in left_old}, present)
 
+    # Names say more than shapes, so beginnings are found first. One may hide another: ``module.``
+    # stands before a part that is renamed.
     enough = min(len(left_old), len(left_new))
     for _ in range(_MOST_HEADS):
         if not _find_head(renames, enough):
@@ -190,7 +200,16 @@ def _numbers(name: str) -> Parts:
 
 
 def starred(name: str, most: int = _LONGEST_NAME) -> str:
-    """Return a name with ``*`` in place of its numbers, or of the first ones."""
+    """Return a name with ``*`` in place of its numbers, or of the first ones.
+
+    Args:
+        name: The name of a tensor or a module.
+        most: How many numbers to replace.
+
+    Example:
+        >>> starred("layers.0.blocks.1.weight", most=1)
+        'layers.*.blocks.1.weight'
+    """
     index = count()
     parts = name.split(".")
     return ".".join("*" if p.isdecimal() and next(index) < most else p for p in parts)
@@ -209,7 +228,12 @@ def _star_shared(names: Collection[str]) -> Parts:
 
 
 def _differing_parts(*names: str) -> Parts:
-    """Return names without the parts that all of them begin and end with, numbers as ``*``."""
+    """Return names without the parts that all of them begin and end with, numbers as ``*``.
+
+    Example:
+        >>> _differing_parts("blocks.0.attn.proj.weight", "blocks.0.attn.out.weight")
+        ('proj', 'out')
+    """
     paths = [name.split(".") for name in names]
     start = _shared(paths)
     most = min(map(len, paths)) - start
@@ -283,7 +307,17 @@ class _Heads(NamedTuple):
 
 
 def _find_head(renames: Renames, enough: int) -> bool:
-    """Find a beginning of names whose other parts stay: a prefix, or another home of layers."""
+    """Find a beginning of names whose other parts stay: a prefix, or another home of layers.
+
+    Each pair of names that share a long end votes for the beginnings before it.
+
+    Args:
+        renames: What is left, and what is found.
+        enough: The number of names that could be renamed; a prefix is of a quarter of them.
+
+    Returns:
+        Whether a beginning was found, so that there may be another one.
+    """
     votes: Counter[_Heads] = Counter()
     fits: Counter[_Heads] = Counter()
     modules: dict[_Heads, set[str]] = defaultdict(set)
@@ -311,6 +345,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
     rivals = sorted(
         heads for heads in likely if heads[1 - side] == best[1 - side] and fits[heads] == fits[best]
     )
+    # Both are reported, and neither is chosen.
     is_certain = len(rivals) == 1
     substituted = _with_new_head(renames.old, rivals[0])
     explained = renames.substitute(substituted, is_certain=is_certain)
@@ -329,6 +364,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
 
 def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
     """Return the names that begin with the old head, each with the new one and the same numbers."""
+    # The star of a head stands for the number of a layer, which the new name has as well.
     pattern = r"(\d+)".join(map(re.escape, heads.old.split("*")))
     finder = re.compile(rf"{pattern}(?:\.|$)" if heads.old else "")
     new_names: dict[str, str] = {}
@@ -344,7 +380,12 @@ def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
 
 
 def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
-    """Find tensors of one module whose sizes add up to that of one tensor of the other side."""
+    """Find tensors of one module whose sizes add up to that of one tensor of the other side.
+
+    Args:
+        renames: What is left, and what is found.
+        kind: ``"join"`` if the old side has the parts, ``"split"`` if the new side has them.
+    """
     parts = renames.old if kind == "join" else renames.new
     wholes = renames.new if kind == "join" else renames.old
     # The first dimension of tensors that could be joined, by what they share and by module.
@@ -378,7 +419,14 @@ def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
 
 
 def _joined_names(whole: str, names: list[str]) -> Parts:
-    """Return the names that the name of the whole speaks of: q, k and v, or gate and up."""
+    """Return the names that the name of the whole speaks of: q, k and v, or gate and up.
+
+    Sizes alone would join what happens to add up, such as a norm's weight and a bias.
+
+    Example:
+        >>> _joined_names("mlp.gate_up.weight", ["mlp.gate.weight", "mlp.up.weight"])
+        ('mlp.gate.weight', 'mlp.up.weight')
+    """
     words = _tokens(whole)
     if re.search(r"att|qkv|kv|in_proj|query", whole):
         words |= _QUERY_KEY_VALUE
@@ -440,6 +488,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
                 for tensor in _tensors(name, new[name]):
                     del renames.new[tensor]
 
+        # The same parts are certain elsewhere: in another layer, with other shapes.
         for reading in [*counts]:
             certain = reading._replace(is_certain=True)
             if not reading.is_certain and certain in counts:
@@ -453,6 +502,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
 
 def _contents(shapes: Shapes, *, by_module: bool) -> dict[str, Content]:
     """Return what each module, or tensor, has."""
+    # A tensor is a module of one tensor without a name, so that one search finds both.
     if not by_module:
         return {name: frozenset({("", shape)}) for name, shape in shapes.items()}
     contents: dict[str, set[tuple[str, Shape | None]]] = defaultdict(set)
@@ -471,7 +521,11 @@ def _tensors(name: str, content: Content) -> list[str]:
 def _components(
     old: Mapping[str, Content], new: Mapping[str, Content]
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield old and new names that could be one another, and nothing else."""
+    """Yield old and new names that could be one another, and nothing else.
+
+    Names are candidates if they have the same content, best in a layer of the same number. Names
+    that share a candidate are compared together, since one could take the other's.
+    """
     by_key: dict[Hashable, list[str]] = defaultdict(list)
     for name, content in new.items():
         for key in _keys(name, content):
@@ -538,7 +592,15 @@ def _certain_pairs(
     unique: set[Shape | None],
     repeated: set[Parts],
 ) -> dict[str, str]:
-    """Return which names certainly are which."""
+    """Return which names certainly are which.
+
+    Args:
+        olds: Old names that could be any of ``news``.
+        news: New names.
+        contents: The content of each old name.
+        unique: The shapes that one tensor of each side has.
+        repeated: The parts in which several pairs of names differ alike.
+    """
     if len(olds) == len(news) == 1:
         is_evident = _is_evident(olds[0], news[0], contents[olds[0]], unique, repeated)
         return {olds[0]: news[0]} if is_evident else {}
@@ -560,10 +622,14 @@ def _certain_pairs(
 def _is_evident(
     old: str, new: str, content: Content, unique: set[Shape | None], repeated: set[Parts]
 ) -> bool:
-    """Return True if shapes or names leave little doubt that two names are one tensor."""
+    """Return True if shapes or names leave little doubt that two names are one tensor.
+
+    Vectors alone say little: biases and norms of one size are everywhere.
+    """
     matrices = [shape for _, shape in content if shape and sum(size > 1 for size in shape) > 1]
     if not unique.isdisjoint(matrices):
         return True
+    # Under one parent, where nothing else has this content.
     home, _, last = old.rpartition(".")
     new_home, _, new_last = new.rpartition(".")
     if home and home == new_home and (matrices or len(content) > 1):
@@ -583,6 +649,16 @@ def _is_evident(
     return SequenceMatcher(None, parts[0], parts[1]).ratio() > _TYPO
 
 
+def beginnings(name: str) -> list[str]:
+    """Return the beginnings of a name that end with a whole part, and the name itself last.
+
+    Example:
+        >>> beginnings("blocks.0.weight")
+        ['blocks', 'blocks.0', 'blocks.0.weight']
+    """
+    return [*accumulate(name.split("."), "{}.{}".format)]
+
+
 def paths_after(new_names: Mapping[str, str]) -> dict[str, list[str | None]]:
     """Return where the tensors below the path of each module are after a renaming.
 
@@ -592,6 +668,10 @@ def paths_after(new_names: Mapping[str, str]) -> dict[str, list[str | None]]:
     Returns:
         All paths below which some of them have the names relative to the module that they had; None
         stands for tensors whose relative names have changed.
+
+    Example:
+        >>> paths_after({"fc.weight": "head.weight", "fc.bias": "head.bias"})
+        {'fc': ['head'], '': [None]}
     """
     paths: dict[str, dict[str | None, None]] = defaultdict(dict)
     for name, new_name in new_names.items():

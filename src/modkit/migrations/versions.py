@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from modkit._renames import paths_after
+from modkit._renames import beginnings, paths_after
 from modkit.averaging.names import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import matches
@@ -186,17 +186,16 @@ def _moved(saved: Saved, new_names: Mapping[str, str]) -> Saved:
         if not path or not new_path or other_paths:
             continue
         # A module within its old self, or around it, is another module: it has no version yet.
-        if not f"{new_path}.".startswith(f"{path}.") and not f"{path}.".startswith(f"{new_path}."):
+        if path not in beginnings(new_path) and new_path not in beginnings(path):
             moved[path] = new_path
 
+    taken = {*moved.values()}
     result: Saved = {}
     for path, metadata in saved.items():
-        segments = path.split(".")
-        paths_above = (".".join(segments[:end]) for end in range(len(segments), 0, -1))
-        origin = next((above for above in paths_above if above in moved), None)
-        if origin is not None:
-            result[moved[origin] + path.removeprefix(origin)] = metadata
-        elif not any(f"{path}.".startswith(f"{new_path}.") for new_path in moved.values()):
+        origins = [above for above in beginnings(path) if above in moved]
+        if origins:
+            result[moved[origins[-1]] + path.removeprefix(origins[-1])] = metadata
+        elif taken.isdisjoint(beginnings(path)):
             result[path] = metadata
     return result
 

@@ -3,7 +3,6 @@
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from modkit._messages import add_note
 from modkit._mismatches import explain, shapes_of
 from modkit._namespace import publish
-from modkit._renames import paths_after
+from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
 from modkit.nn._load_plan import tensors_of
@@ -168,13 +167,11 @@ def _new_names(
         if callable(rename):
             return rename(name)
 
-        # The beginnings of the name that end with a whole part, the longest one last.
-        starts = accumulate(name.split("."), "{}.{}".format)
-        matching = [start for start in starts if start in table]
-        if not matching:
+        keys = [start for start in beginnings(name) if start in table]
+        if not keys:
             return name
-        used.add(matching[-1])
-        return table[matching[-1]] + name[len(matching[-1]) :]
+        used.add(keys[-1])
+        return table[keys[-1]] + name.removeprefix(keys[-1])
 
     new_names = {key: renamed(key) for key in state_dict if isinstance(cast("object", key), str)}
     unknown = [name for name in table if name not in used]
