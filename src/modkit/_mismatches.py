@@ -255,6 +255,7 @@ def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
         if len(pairs) > 1:
             _forget(pairs, surplus)
             _forget(pairs.values(), lacking)
+
             behind = f" behind {prefix!r}" if prefix else ""
             line = (
                 f"{len(pairs)} names of the checkpoint are those of the model without dots"
@@ -349,6 +350,7 @@ def _say_prefix(rule: Rule, total: int) -> str:
     new = _listed(rule.new, 4, " or ")
     libraries = (_ADDED_BY[part] for part in rule.old[0].split(".") if part in _ADDED_BY)
     added_by = next((f" (added by {library})" for library in libraries), "")
+
     difference = f"have {old} too much{added_by}" if rule.old[0] else f"lack the prefix {new}"
     if not rule.is_certain:
         return f"{names} {difference}; which one, shapes do not tell"

@@ -358,7 +358,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
         old_part, new_part = _differing_parts(*rivals[0])
         olds = (old_part,)
         news = (new_part,)
-    renames.rules.append(Rule(kind, olds, news, explained, is_certain))
+    renames.rules.append(Rule(kind, olds, news, explained, is_certain=is_certain))
     return explained > 0
 
 
@@ -463,7 +463,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
 
         counts: Counter[_Reading] = Counter()
         for olds, news in components:
-            pairs = _certain_pairs(olds, news, old, unique, repeated)
+            pairs = _certain_pairs(olds, news, old, unique=unique, repeated=repeated)
             for name, other in pairs.items():
                 old_part, new_part = _differing_parts(name, other)
                 tensors = _tensors(name, old[name])
@@ -494,7 +494,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
             if not reading.is_certain and certain in counts:
                 counts[certain] += counts.pop(reading)
         renames.rules += [
-            Rule("rename", reading.old, reading.new, n, reading.is_certain)
+            Rule("rename", reading.old, reading.new, n, is_certain=reading.is_certain)
             for reading, n in counts.items()
         ]
     return explained
@@ -589,6 +589,7 @@ def _certain_pairs(
     olds: list[str],
     news: list[str],
     contents: Mapping[str, Content],
+    *,
     unique: set[Shape | None],
     repeated: set[Parts],
 ) -> dict[str, str]:
@@ -602,8 +603,10 @@ def _certain_pairs(
         repeated: The parts in which several pairs of names differ alike.
     """
     if len(olds) == len(news) == 1:
-        is_evident = _is_evident(olds[0], news[0], contents[olds[0]], unique, repeated)
-        return {olds[0]: news[0]} if is_evident else {}
+        old = olds[0]
+        new = news[0]
+        is_one = _is_evident(old, new, contents[old], unique=unique, repeated=repeated)
+        return {old: new} if is_one else {}
     if len(olds) * len(news) > _MOST_COMPARED:
         return {}
 
@@ -620,7 +623,7 @@ def _certain_pairs(
 
 
 def _is_evident(
-    old: str, new: str, content: Content, unique: set[Shape | None], repeated: set[Parts]
+    old: str, new: str, content: Content, *, unique: set[Shape | None], repeated: set[Parts]
 ) -> bool:
     """Return True if shapes or names leave little doubt that two names are one tensor.
 

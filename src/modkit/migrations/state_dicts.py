@@ -139,7 +139,8 @@ def migrate_with_record(
 
     saved_versions = _saved_versions(versions, getattr(state_dict, "_metadata", None))
     subtree = Subtree(entries, saved_versions.by_path)
-    modules = _walk(model, subtree, record, saved_versions.by_class, goals)
+    by_class = saved_versions.by_class
+    modules = _walk(model, subtree, record=record, by_class=by_class, to=goals)
     if goals:
         return with_metadata(subtree.entries, subtree.saved)
     present = {path: metadata for path, metadata in subtree.saved.items() if path in modules}
@@ -151,7 +152,7 @@ def migrate_before_load(
 ) -> "OrderedDict[str, Any]":
     """Return a state dict as ``model`` loads it: names keep the prefixes of wrappers."""
     subtree = Subtree(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
-    _walk(model, subtree, [], {}, {}, with_wrappers=True)
+    _walk(model, subtree, record=[], by_class={}, to={}, with_wrappers=True)
     return with_metadata(subtree.entries, subtree.saved)
 
 
@@ -227,10 +228,10 @@ def _for_class(cls: type, values: Mapping[type, int]) -> int | None:
 def _walk(
     model: torch.nn.Module,
     root: Subtree,
+    *,
     record: list[Change],
     by_class: Mapping[type, int],
     to: Mapping[type, int],
-    *,
     with_wrappers: bool = False,
 ) -> dict[str, torch.nn.Module]:
     """Migrate the parts of all modules: upwards before their children, downwards after them.

@@ -223,7 +223,7 @@ def add(name: str, default: Default) -> Step:
             )
         return tensor.detach().clone()
 
-    return Step("add", (), (name,), new_tensor)
+    return Step("add", (), (name,), up=new_tensor)
 
 
 def merge(names: Names, new: str, dim: int | None = 0) -> Step:
@@ -311,7 +311,7 @@ def split(old: str, names: Names, dim: int | None = 0, sizes: Sizes | None = Non
             )
         return torch.cat(tensors, dim)
 
-    return Step("split", (old,), new, divide, join, stacked=dim is None)
+    return Step("split", (old,), new, up=divide, down=join, stacked=dim is None)
 
 
 def convert(
@@ -348,7 +348,7 @@ def convert(
     targets = old if new is None else _as_tuple(new)
     upward = _with_module(up, len(old))
     downward = None if down is None else _with_module(down, len(targets))
-    return Step("convert", old, targets, upward, downward)
+    return Step("convert", old, targets, up=upward, down=downward)
 
 
 def _as_tuple(names: Names) -> tuple[str, ...]:
@@ -407,7 +407,7 @@ def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]
             targets = tuple(filled(pattern, values) for pattern in step.new)
         if len(outputs) != len(targets):
             raise MigrationError(f"{step}: {len(outputs)} tensors for {len(targets)} names")
-        changes.append(Change(step, sources, targets, inputs, outputs))
+        changes.append(Change(step, sources, targets, inputs=inputs, outputs=outputs))
     return changes
 
 
@@ -419,6 +419,7 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
     Raises:
         MigrationError: If two entries would have one name, or there would be no way back.
     """
+    # A name that is consumed may be given anew: steps exchange names.
     consumed = {name for change in changes for name in change.sources}
     remaining = [name for name in entries if name not in consumed]
     for pattern in step.new:
@@ -462,6 +463,7 @@ def _applications(step: Step, names: Mapping[str, Any]) -> Iterator[_Application
         yield _Application((), ())
         return
 
+    # Only one side of such a step has the numbers.
     stacks = step.stacked and bool(wildcards(step.old[0]))
     # The names that belong together: by their patterns, or by their numbers in a stack.
     groups: dict[tuple[str, ...], dict[str, str]] = {}
@@ -509,6 +511,7 @@ def _computed(
 def _results(step: Step, module: torch.nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Call the function of a step; results have memory of their own."""
     assert step.up is not None
+
     try:
         with torch.no_grad():
             output = step.up(module, *tensors)

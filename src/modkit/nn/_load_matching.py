@@ -226,6 +226,7 @@ def _nothing_fits(
             if name in shapes
         ],
     )
+
     for line in explain(shapes, entries):
         add_note(error, line)
     return error
