@@ -1,17 +1,18 @@
-"""Why a state dict does not fit a model: the few causes behind hundreds of names, from names and shapes.
+"""Why a state dict does not fit a model: the few causes behind hundreds of names.
 
-It is imported when a load has failed. No tensor is read, and nothing is changed.
+They are found from names and shapes. The file is imported when a load has failed. No tensor is
+read, and nothing is changed.
 """
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from modkit._renames import Rule, Shape, Shapes, find_renames, starred
+from modkit._renames import Rule, Shape, Shapes, Unexplained, find_renames, starred
 from modkit.errors import printable
 
 
@@ -47,13 +48,40 @@ _FAMILIES: Final = {
 }
 # Names that are missing, unexpected, or of another shape.
 Reported: TypeAlias = tuple[Collection[str], Collection[str], Collection[str]]
-Note: TypeAlias = tuple[int, int, str]  # rank, number of tensors, text
-# In this order, and the cause that explains most tensors first.
+_KINDS: Final = {
+    "transposed": "transposed (Conv1D, or another framework)",
+    "ones": "dimensions of size 1 differ (a 1x1 convolution, a scalar)",
+    "positions": "another length or resolution, so other positions",
+    "vocabulary": "another vocabulary",
+    "outputs": "another number of outputs or classes",
+    "channels": "another number of input channels",
+    "other": "other sizes",
+}
+# Parts of names, not those of other embeddings: patches, classes.
+_OF_WORDS: Final = r"(^|\.)(wte|lm_head|\w*vocab\w*|(word_|tok(en)?_)?emb\w*)(\.|$)"
+_OF_POSITIONS: Final = r"pos(ition)?[a-z]*_?emb|relative_position|positional|wpe"
+# The portion of tensors with other sizes from which on the whole model has another width.
+_MOST_OTHER_SIZES: Final = 0.3
+
+
+# The order of causes; of one rank, the one that explains most tensors comes first.
 _PREFIX, _CAUSE, _DOUBTFUL, _REST = range(4)
 
 
+class Note(NamedTuple):
+    """A line of the explanation, and the number of tensors that it explains."""
+
+    rank: int
+    tensors: int
+    line: str
+
+
 def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
-    """Return the shapes of the tensors among entries of a state dict; None where one has no shape yet."""
+    """Return the shapes of the tensors among entries; None where one has no shape yet.
+
+    Args:
+        entries: The entries of a state dict, which may be of any content; others are left out.
+    """
     return {
         name: None if torch.nn.parameter.is_lazy(value) else tuple(value.shape)
         for name, value in entries.items()
@@ -69,11 +97,17 @@ def explain(
     Args:
         model: The names and shapes of the model's tensors.
         state_dict: What was given for a state dict, of any content.
-        reported: The names that a load reported as missing, as unexpected and for their shapes; without
-            it, all that differ.
+        reported: The names that a load reported as missing, as unexpected and for their shapes;
+            without it, all that differ.
 
     Returns:
         At most eight lines. They propose, and may name several causes where shapes do not tell.
+
+    Example:
+        >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
+        >>> print(*explain({"weight": (2, 3), "bias": (2,)}, state_dict))
+        all 2 names of the checkpoint have 'module.' too much (added by DataParallel, DDP or \
+AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
     if not file.keys() & model.keys():
@@ -84,47 +118,56 @@ def explain(
 
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
-    """Say how names and shapes of a checkpoint differ from a model's; see :func:`explain`."""
+    """Say how names and shapes of a checkpoint differ from a model's.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        file: Those of the checkpoint.
+        reported: As in :func:`explain`.
+
+    Returns:
+        At most eight lines, as :func:`explain` returns them.
+    """
     if reported is None:
         differing = [name for name in model if name in file and file[name] != model[name]]
         reported = model.keys() - file.keys(), file.keys() - model.keys(), differing
-    missing, unexpected = set(reported[0]), set(reported[1])
+    missing = set(reported[0])
+    unexpected = set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
+    # Each removes from both what it explains.
     notes = list(_dotless(surplus, lacking))
     notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
-    if is_other:
-        notes.append((_PREFIX, len(file), _another_model([*lacking] or model, surplus)))
     is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
+    if is_other:
+        notes.append(Note(_PREFIX, len(file), _another_model([*lacking] or model, surplus)))
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
-    sizes = {name: (file[name], model[name]) for name in reported[2] if name in file}
-    sizes |= {
-        new: (file[old], model[new])
-        for old, new in renames.pairs.items()
-        if file[old] != model[new]
-    }
-    notes += _sizes({name: pair for name, pair in sizes.items() if None not in pair}, len(model))
+
+    pairs = {name: name for name in reported[2] if name in file} | renames.pairs
+    sizes = {name: (file[old], model[name]) for old, name in pairs.items()}
+    notes += _sizes(sizes, len(model))
     if is_covered:
         notes += _rest("the checkpoint", [renames.original[name] for name in renames.old])
         notes += _rest("the model", [*renames.new])
-    return _lines(notes)
 
-
-def _lines(notes: list[Note]) -> list[str]:
-    texts = [text for *_, text in sorted(notes, key=lambda note: (note[0], -note[1]))]
-    if len(texts) > MOST_LINES:
-        texts[MOST_LINES - 1 :] = [f"and {len(texts) - MOST_LINES + 1} more differences"]
-    return texts
+    lines = [note.line for note in sorted(notes, key=lambda note: (note.rank, -note.tensors))]
+    if len(lines) > MOST_LINES:
+        lines[MOST_LINES - 1 :] = [f"and {len(lines) - MOST_LINES + 1} more differences"]
+    return lines
 
 
 def _quoted(name: str) -> str:
-    text = printable(name[: 2 * _LONGEST])
-    return repr(text if len(name) <= _LONGEST else f"{text[: _LONGEST // 2]}...")
+    shown = printable(name[: 2 * _LONGEST])
+    return repr(shown if len(name) <= _LONGEST else f"{shown[: _LONGEST // 2]}...")
+
+
+def _key(key: object) -> str:
+    return _quoted(key) if isinstance(key, str) else _quoted(repr(key))[1:-1]
 
 
 def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
@@ -132,267 +175,307 @@ def _listed(names: Collection[str], most: int = 3, word: str = ", ") -> str:
     return shown + (", ..." if len(names) > most else "")
 
 
+def _count(number: int, noun: str, among: int | None = None) -> str:
+    if among is None:
+        return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"all {number} {noun}s" if number == among != 1 else f"{number} of {among} {noun}s"
+
+
 def _another_model(model: Collection[str], file: Collection[str]) -> str:
     return (
-        "hardly a name of the checkpoint fits, with or without a prefix: is it of another model, or of "
-        f"another library? It has {_listed(file, 2)}; the model has {_listed(model, 2)}"
+        "hardly a name of the checkpoint fits, with or without a prefix: is it of another model, "
+        f"or of another library? It has {_listed(file, 2)}; the model has {_listed(model, 2)}"
     )
 
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
-    """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
+    """Find the state dict in a checkpoint that has it below a key, or say that there is none.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        given: What was given for a state dict.
+
+    Returns:
+        The lines to show; None if the names are those of a state dict, which fit in no way.
+    """
     if given.keys() >= _OF_OPTIMIZER:
         return ["this is the state of an optimizer, not of a model"]
+
     nested: dict[tuple[Any, ...], Mapping[Any, Any]] = {}
     waiting: list[tuple[tuple[Any, ...], Mapping[Any, Any]]] = [((), given)]
-    # A dict may hold itself.
+    # A checkpoint may contain itself.
     seen = {id(given)}
-    for path, inner in waiting:
-        if len(path) == _MOST_NESTED or inner.keys() >= _OF_OPTIMIZER:
+    for path, entries in waiting:
+        if len(path) == _MOST_NESTED or entries.keys() >= _OF_OPTIMIZER:
             continue
-        for key, value in inner.items():
+        for key, value in entries.items():
             if isinstance(value, Mapping) and id(value) not in seen:
                 seen.add(id(value))
                 nested[(*path, key)] = value
                 waiting.append(((*path, key), value))
 
-    wanted = Counter(model.values())
-    scores = {}
-    for path, inner in nested.items():
-        shapes = shapes_of(inner)
+    model_shapes = Counter(model.values())
+    scores: dict[tuple[Any, ...], tuple[int, int, int]] = {}
+    for path, entries in nested.items():
+        shapes = shapes_of(entries)
+        # Names first: averages, or the state of an optimizer, have the same shapes.
         if shapes:
-            same = len(shapes.keys() & model.keys())
-            scores[path] = (same, (Counter(shapes.values()) & wanted).total(), len(shapes))
+            same_names = len(shapes.keys() & model.keys())
+            same_shapes = (Counter(shapes.values()) & model_shapes).total()
+            scores[path] = (same_names, same_shapes, len(shapes))
     if scores:
         best = max(scores.values())
-        good = [path for path, score in scores.items() if score == best]
-        keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in good[:3]]
+        paths = [path for path, score in scores.items() if score == best]
+        keys = [f"checkpoint{''.join(f'[{_key(key)}]' for key in path)}" for path in paths[:3]]
         # Any dict of tensors is a candidate, also one that has nothing in common with the model.
         is_below = "is" if any(best[:2]) else "may be"
-        where = (
-            f"the state dict {is_below} below a key of this checkpoint: load {' or '.join(keys)}"
-        )
-        inside = shapes_of(nested[good[0]])
-        return [where, *compare(model, inside)][:MOST_LINES]
+        line = f"the state dict {is_below} below a key of this checkpoint: load {' or '.join(keys)}"
+        return [line, *compare(model, shapes_of(nested[paths[0]]))][:MOST_LINES]
+
     if any(isinstance(value, torch.Tensor) for value in given.values()) and not nested:
         return None
-    modules = [key for key, value in given.items() if isinstance(value, torch.nn.Module)]
-    if modules:
-        key = _key(modules[0])
-        return [f"the entry {key} is a whole model: load checkpoint[{key}].state_dict()"]
+    for key, value in given.items():
+        if isinstance(value, torch.nn.Module):
+            shown = _key(key)
+            return [f"the entry {shown} is a whole model: load checkpoint[{shown}].state_dict()"]
     if not given:
         return ["the state dict is empty"]
-    entries = ", ".join(_key(key) for key in islice(given, 6))
-    return [f"this is not a state dict, and no state dict is inside; its entries are {entries}"]
+    keys = [_key(key) for key in islice(given, 6)]
+    return [
+        "this is not a state dict, and no state dict is inside; its entries are " + ", ".join(keys)
+    ]
 
 
-def _key(key: object) -> str:
-    return _quoted(key) if isinstance(key, str) else _quoted(repr(key))[1:-1]
+def _forget(names: Iterable[str], shapes: Unexplained) -> int:
+    """Remove names that a cause explains; return how many of them were there."""
+    explained = [name for name in names if name in shapes]
+    for name in explained:
+        del shapes[name]
+    return len(explained)
 
 
-def _dotless(surplus: dict[str, Shape | None], lacking: dict[str, Shape | None]) -> Iterator[Note]:
-    """Find averages that some libraries store without the dots of names, behind a prefix."""
-    plain = {name.replace(".", ""): name for name in lacking if "." in name}
+def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
+    """Find averages that some libraries store without the dots of names, behind a prefix.
+
+    Buffers and parameters of a module cannot have dots in their names.
+    """
+    by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
-        pairs = {n: plain.get(n.removeprefix(prefix)) for n in surplus if n.startswith(prefix)}
-        found = {name: other for name, other in pairs.items() if other}
-        if len(found) > 1:
-            for name, other in found.items():
-                del surplus[name], lacking[other]
+        plain_names = {n: n.removeprefix(prefix) for n in surplus if n.startswith(prefix)}
+        pairs = {n: by_plain_name[p] for n, p in plain_names.items() if p in by_plain_name}
+        # A single one may be a coincidence.
+        if len(pairs) > 1:
+            _forget(pairs, surplus)
+            _forget(pairs.values(), lacking)
+
             behind = f" behind {prefix!r}" if prefix else ""
-            text = (
-                f"{len(found)} names of the checkpoint are those of the model without dots{behind}"
+            line = (
+                f"{len(pairs)} names of the checkpoint are those of the model without dots"
+                f"{behind}: averages (EMA) that another library saved?"
             )
-            yield _PREFIX, len(found), f"{text}: averages (EMA) that another library saved?"
+            yield Note(_PREFIX, len(pairs), line)
             return
 
 
 def _families(
-    model: Shapes,
-    file: Shapes,
-    surplus: dict[str, Shape | None],
-    lacking: dict[str, Shape | None],
+    model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
 ) -> Iterator[Note]:
-    """Find tensors that only one side has, by what their names say."""
-    for pattern, why in _FAMILIES.items():
+    """Find tensors that only one side has, by what their names say.
+
+    If both sides have some of a family among what does not fit, they may be renamed, and are left
+    to the search for that.
+    """
+    for pattern, family in _FAMILIES.items():
         finder = re.compile(pattern)
-        hits = [[n for n in names if finder.search(n)] for names in (surplus, lacking)]
-        if bool(hits[0]) == bool(hits[1]):
+        only_in_file = [name for name in surplus if finder.search(name)]
+        only_in_model = [name for name in lacking if finder.search(name)]
+        if bool(only_in_file) == bool(only_in_model):
             continue
-        side, names = ("the checkpoint", surplus) if hits[0] else ("the model", lacking)
-        found = hits[0] or hits[1]
-        others = model if hits[0] else file
+
+        names = only_in_file or only_in_model
+        others = model if only_in_file else file
         if any(finder.search(name) for name in others):
-            # Both have the family, so a module that the other side lacks has another cause, such as the depth.
+            # Both have the family, so a module that the other side lacks has another cause, such
+            # as the depth.
             homes = {name.rpartition(".")[0] for name in others}
-            found = [name for name in found if name.rpartition(".")[0] in homes]
-        if not found:
+            names = [name for name in names if name.rpartition(".")[0] in homes]
+        if not names:
             continue
-        if all(name.endswith("num_batches_tracked") for name in found):
-            why = "counters of BatchNorm, which torch before 0.4.1 did not save"
-        text = f"only {side} has {_count(len(found), 'tensor')} such as {_quoted(found[0])}: {why}"
-        yield _CAUSE, len(found), text
-        for name in found:
-            del names[name]
+
+        _forget(names, surplus)
+        _forget(names, lacking)
+        side = "the checkpoint" if only_in_file else "the model"
+        if all(name.endswith("num_batches_tracked") for name in names):
+            family = "counters of BatchNorm, which torch before 0.4.1 did not save"
+        tensors = _count(len(names), "tensor")
+        line = f"only {side} has {tensors} such as {_quoted(names[0])}: {family}"
+        yield Note(_CAUSE, len(names), line)
 
 
-def _numbered(names: Collection[str]) -> dict[str, set[int]]:
-    """Return the numbers below each home, such as those of layers in a list."""
-    found: dict[str, set[int]] = defaultdict(set)
+def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
+    """Return the names below each home by number, such as those of layers in a list."""
+    numbered: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in names:
+        # A name from a file may be of any length.
         for match in re.finditer(r"(?:^|\.)(\d{1,9})(?=\.)", name[:1000]):
-            found[name[: match.start()]].add(int(match[1]))
-    return found
+            numbered[name[: match.start()]][int(match[1])].append(name)
+    return numbered
 
 
 def _depths(
-    model: Shapes,
-    file: Shapes,
-    surplus: dict[str, Shape | None],
-    lacking: dict[str, Shape | None],
+    model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
 ) -> Iterator[Note]:
-    """Find lists of layers that are longer on one side, or that start at another number."""
-    here, there = _numbered(file), _numbered(model)
-    for home in sorted(here.keys() & there.keys()):
-        extra, lost = here[home] - there[home], there[home] - here[home]
-        if (not extra and not lost) or not here[home] & there[home]:
+    """Find lists of layers that are longer on one side, or that start at another number.
+
+    Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
+    """
+    file_homes = _numbered(file)
+    model_homes = _numbered(model)
+    for home in sorted(file_homes.keys() & model_homes.keys()):
+        in_file = file_homes[home]
+        in_model = model_homes[home]
+        extra = in_file.keys() - in_model.keys()
+        lost = in_model.keys() - in_file.keys()
+        first = min(in_file)
+        model_first = min(in_model)
+        is_shifted = {n - first for n in in_file} == {n - model_first for n in in_model}
+        if extra == in_file.keys() or (extra and lost and not is_shifted):
             continue
-        first, last = min(here[home]), min(there[home])
+
+        explained = _forget((name for n in extra for name in in_file[n]), surplus)
+        explained += _forget((name for n in lost for name in in_model[n]), lacking)
         if extra and lost:
-            if {n - first for n in here[home]} == {n - last for n in there[home]}:
-                text = (
-                    f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and "
-                    f"with {last} in the model: are all of them shifted?"
-                )
-                yield _PREFIX, len(here[home]), text
-                _forget_below(home, extra, surplus)
-                _forget_below(home, lost, lacking)
-            continue
-        count = _forget_below(home, extra, surplus) + _forget_below(home, lost, lacking)
-        if count:
-            text = (
-                f"another depth: {_quoted(home)} has {len(here[home])} entries in the checkpoint, "
-                f"{len(there[home])} in the model"
+            line = (
+                f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and with "
+                f"{model_first} in the model: are all of them shifted?"
             )
-            yield _CAUSE, count, text
-
-
-def _forget_below(home: str, indices: set[int], names: dict[str, Shape | None]) -> int:
-    starts = tuple(f"{home}.{index}." if home else f"{index}." for index in indices)
-    found = [name for name in names if name.startswith(starts)] if starts else []
-    for name in found:
-        del names[name]
-    return len(found)
-
-
-def _count(number: int, noun: str, among: int | None = None) -> str:
-    shown = f"{number}" if among is None else f"{number} of {among}"
-    if number == among != 1:
-        shown = f"all {number}"
-    return f"{shown} {noun}" if number == 1 and among is None else f"{shown} {noun}s"
+            yield Note(_PREFIX, len(in_file), line)
+        elif explained:
+            line = (
+                f"another depth: {_quoted(home)} has {len(in_file)} entries in the checkpoint, "
+                f"{len(in_model)} in the model"
+            )
+            yield Note(_CAUSE, explained, line)
 
 
 def _say_rule(rule: Rule, total: int) -> Note:
-    old, new = _listed(rule.old, 4, " or "), _listed(rule.new, 4, " or ")
+    """Return the line for a rule; ``total`` is the number of tensors in the checkpoint."""
     if rule.kind == "prefix":
-        text = f"{_count(rule.count, 'name', total)} of the checkpoint "
-        text += f"have {old} too much" if rule.old[0] else f"lack the prefix {new}"
-        why = next((_ADDED_BY[p] for p in rule.old[0].split(".") if p in _ADDED_BY), "")
-        text += f" (added by {why})" if why else ""
-        if not rule.is_certain:
-            text += "; which one, shapes do not tell"
-        elif rule.old[0]:
-            text += f": remove it, or pass strip={old} to modkit.load_matching()"
-        else:
-            text += ": load it into that submodule, or pass rename= to modkit.load_matching()"
-        return _PREFIX, rule.count, text
+        return Note(_PREFIX, rule.count, _say_prefix(rule, total))
     if rule.kind == "rename":
-        tensors, be = _count(rule.count, "tensor", total), "is" if rule.is_certain else "may be"
-        are = "are" if rule.is_certain else "may be"
-        text = f"{tensors} {are} renamed: {old} in the checkpoint {be} {new} in the model"
-        if not rule.is_certain:
-            is_single = len(rule.old) == len(rule.new) == 1
-            text += "; they have one shape" if is_single else "; shapes do not tell which"
-        return _CAUSE if rule.is_certain else _DOUBTFUL, rule.count, text
+        rank = _CAUSE if rule.is_certain else _DOUBTFUL
+        return Note(rank, rule.count, _say_rename(rule, total))
+    return Note(_CAUSE, rule.count, _say_joined(rule))
 
-    (whole,), parts = (rule.new, rule.old) if rule.kind == "join" else (rule.old, rule.new)
-    one, other = ("model", "checkpoint") if rule.kind == "join" else ("checkpoint", "model")
-    home = parts[0].rpartition(".")[0].rpartition(".")[0]
-    names = ", ".join(_quoted(part[len(home) + bool(home) :]) for part in parts)
-    are = "are" if rule.is_certain else "may be"
-    text = (
-        f"{_count(rule.count, 'tensor')} of the {other} {are} joined in the {one}: {_quoted(whole)}"
+
+def _say_prefix(rule: Rule, total: int) -> str:
+    names = f"{_count(rule.count, 'name', total)} of the checkpoint"
+    old = _listed(rule.old, 4, " or ")
+    new = _listed(rule.new, 4, " or ")
+    libraries = (_ADDED_BY[part] for part in rule.old[0].split(".") if part in _ADDED_BY)
+    added_by = next((f" (added by {library})" for library in libraries), "")
+
+    difference = f"have {old} too much{added_by}" if rule.old[0] else f"lack the prefix {new}"
+    if not rule.is_certain:
+        return f"{names} {difference}; which one, shapes do not tell"
+    if rule.old[0]:
+        return f"{names} {difference}: remove it, or pass strip={old} to modkit.load_matching()"
+    return (
+        f"{names} {difference}: load it into that submodule, or pass rename= to "
+        "modkit.load_matching()"
     )
-    return _CAUSE, rule.count, f"{text} has the size of {names} in {_quoted(home)}"
+
+
+def _say_rename(rule: Rule, total: int) -> str:
+    tensors = _count(rule.count, "tensor", total)
+    old = _listed(rule.old, 4, " or ")
+    new = _listed(rule.new, 4, " or ")
+    if rule.is_certain:
+        return f"{tensors} are renamed: {old} in the checkpoint is {new} in the model"
+    is_single = len(rule.old) == len(rule.new) == 1
+    doubt = "they have one shape" if is_single else "shapes do not tell which"
+    return f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; {doubt}"
+
+
+def _say_joined(rule: Rule) -> str:
+    is_join = rule.kind == "join"
+    parts = rule.old if is_join else rule.new
+    whole = rule.new[0] if is_join else rule.old[0]
+    divided, joined = ("checkpoint", "model") if is_join else ("model", "checkpoint")
+    home = parts[0].rpartition(".")[0].rpartition(".")[0]
+    names = ", ".join(_quoted(part.removeprefix(f"{home}.")) for part in parts)
+    are = "are" if rule.is_certain else "may be"
+    return (
+        f"{_count(rule.count, 'tensor')} of the {divided} {are} joined in the {joined}: "
+        f"{_quoted(whole)} has the size of {names} in {_quoted(home)}"
+    )
 
 
 def _rest(side: str, names: list[str]) -> Iterator[Note]:
-    if names:
-        homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
-        text = f"only {side} has {_count(len(names), 'other tensor')}, in "
-        text += _listed([home for home, _ in homes.most_common()])
-        if len(homes) == 1 < len(names):
-            text += f": {_listed([name.rpartition('.')[2] for name in names])}"
-        yield _REST, len(names), text
+    """Name the modules of the tensors that no cause explains."""
+    if not names:
+        return
+    homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
+    listed = _listed([home for home, _ in homes.most_common()])
+    if len(homes) == 1 < len(names):
+        listed += f": {_listed([name.rpartition('.')[2] for name in names])}"
+    line = f"only {side} has {_count(len(names), 'other tensor')}, in {listed}"
+    yield Note(_REST, len(names), line)
 
 
-Sizes: TypeAlias = dict[str, tuple[Any, Any]]
+def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -> Iterator[Note]:
+    """Find what kinds of sizes differ.
 
-
-def _sizes(sizes: Sizes, total: int) -> Iterator[Note]:
-    """Find what kinds of sizes differ."""
+    Args:
+        sizes: By the name in the model, the shape in the checkpoint and in the model.
+        total: The number of tensors in the model.
+    """
+    changed: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, list[str]] = defaultdict(list)
-    for name, pair in sizes.items():
-        kinds[_kind(name, *pair)].append(name)
-    by_width = kinds["outputs"] + kinds["other"] + kinds["channels"]
-    if len(by_width) > max(4, 0.3 * total):
-        for kind in ("outputs", "other", "channels"):
-            del kinds[kind]
+    for name, (old, new) in sizes.items():
+        if old is not None and new is not None and old != new:
+            changed[name] = (old, new)
+            kinds[_kind(name, old, new)].append(name)
+
+    of_width = ("outputs", "other", "channels")
+    by_width = [name for kind in of_width for name in kinds.get(kind, ())]
+    # One cause in place of a line for each kind of layer.
+    if len(by_width) > max(4, _MOST_OTHER_SIZES * total):
+        kinds = {kind: names for kind, names in kinds.items() if kind not in of_width}
         changes = Counter(
             change
             for name in by_width
-            for change in zip(*sizes[name], strict=False)
+            for change in zip(*changed[name], strict=False)
             if change[0] != change[1]
         )
-        text = f"another width: {len(by_width)} of {total} tensors have other sizes"
-        for (old, new), _ in changes.most_common(1):
-            text += f", most often {old} in the checkpoint, {new} in the model"
-        yield _CAUSE, len(by_width), text
+        line = f"another width: {len(by_width)} of {total} tensors have other sizes"
+        for (size, new_size), _ in changes.most_common(1):
+            line += f", most often {size} in the checkpoint, {new_size} in the model"
+        yield Note(_CAUSE, len(by_width), line)
+
     for kind, names in kinds.items():
-        if names:
-            old, new = sizes[names[0]]
-            shown = (
-                f"{_quoted(names[0])} is {list(old)} in the checkpoint, {list(new)} in the model"
-            )
-            more = f" ({len(names)} tensors)" if len(names) > 1 else ""
-            yield _CAUSE, len(names), f"{_KINDS[kind]}: {shown}{more}"
-
-
-_KINDS: Final = {
-    "transposed": "transposed (Conv1D, or another framework)",
-    "ones": "dimensions of size 1 differ (a 1x1 convolution, a scalar)",
-    "positions": "another length or resolution, so other positions",
-    "vocabulary": "another vocabulary",
-    "outputs": "another number of outputs or classes",
-    "channels": "another number of input channels",
-    "other": "other sizes",
-}
-
-
-# Parts of names, not those of other embeddings: patches, classes.
-_OF_WORDS: Final = r"(^|\.)(wte|lm_head|\w*vocab\w*|(word_|tok(en)?_)?emb\w*)(\.|$)"
+        old, new = changed[names[0]]
+        more = f" ({len(names)} tensors)" if len(names) > 1 else ""
+        line = (
+            f"{_KINDS[kind]}: {_quoted(names[0])} is {list(old)} in the checkpoint, {list(new)} in "
+            f"the model{more}"
+        )
+        yield Note(_CAUSE, len(names), line)
 
 
 def _kind(name: str, old: Shape, new: Shape) -> str:
-    differing = [i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b]
+    """Return the key in ``_KINDS`` for what differs between two shapes."""
     if len(old) == 2 and old[::-1] == new:
         return "transposed"
-    if [n for n in old if n != 1] == [n for n in new if n != 1]:
+    # A 1x1 convolution in the place of a linear layer, or a scalar of one element.
+    if [size for size in old if size != 1] == [size for size in new if size != 1]:
         return "ones"
-    if re.search(r"pos(ition)?[a-z]*_?emb|relative_position|positional|wpe", name):
+
+    differing = [i for i, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
+    if re.search(_OF_POSITIONS, name):
         # Not the width, which stands last.
         return "other" if differing == [len(old) - 1] else "positions"
     if len(old) == len(new) and differing == [0]:
-        of_words = len(old) <= 2 and re.search(_OF_WORDS, name)
-        return "vocabulary" if of_words else "outputs"
+        is_of_words = len(old) <= 2 and re.search(_OF_WORDS, name)
+        return "vocabulary" if is_of_words else "outputs"
     return "channels" if len(old) == len(new) >= 3 and differing == [1] else "other"

@@ -1,4 +1,4 @@
-"""Finding which names of one set of tensors are renamed in another one, from names and shapes alone.
+"""Which names of one set of tensors are renamed in another one, from names and shapes alone.
 
 A rename is certain only if names and shapes leave one reading. Where two tensors of one shape could
 each be the other, both readings are reported, and none is chosen.
@@ -6,16 +6,18 @@ each be the other, both readings are reported, and none is chosen.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
-from itertools import count, islice
-from typing import Final, Literal, TypeAlias
+from itertools import accumulate, count, islice, takewhile
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 
 Shape: TypeAlias = tuple[int, ...]
 # None where a parameter has no shape yet.
 Shapes: TypeAlias = Mapping[str, Shape | None]
+# The names that no rule and no cause explains yet.
+Unexplained: TypeAlias = dict[str, Shape | None]
 Parts: TypeAlias = tuple[str, ...]
 # The tensors of a module: last parts of names, and shapes. For a tensor, no last part.
 Content: TypeAlias = frozenset[tuple[str, Shape | None]]
@@ -35,11 +37,18 @@ _MOST_HEADS: Final = 6
 _MOST_READINGS: Final = 4
 # How similar two names are that differ by a typing error.
 _TYPO: Final = 0.8
-# The portion of names that have to fit, apart from their beginnings, for shapes to make others certain.
+# The portion of names that have to fit, apart from their beginnings, for shapes to make others
+# certain.
 _LEAST_BY_NAME: Final = 0.1
 
 # Words of different libraries for one tensor.
-_SYNONYMS: Final = {"query": "q", "wq": "q", "key": "k", "wk": "k", "value": "v", "wv": "v"} | {
+_SYNONYMS: Final = {
+    "query": "q",
+    "wq": "q",
+    "key": "k",
+    "wk": "k",
+    "value": "v",
+    "wv": "v",
     "wo": "o",
     "gamma": "weight",
     "beta": "bias",
@@ -52,10 +61,11 @@ class Rule:
     """How several old names have become new ones.
 
     Attributes:
-        kind: ``"prefix"``: a beginning is removed or added. ``"rename"``: parts are replaced. ``"join"``:
-            several tensors are one now. ``"split"``: one tensor is several now.
-        old: The parts of old names that are replaced, or the tensors; ``*`` stands for a number that
-            stays. Several readings if it is not certain. A prefix that is added has an empty one.
+        kind: ``"prefix"``: a beginning is removed or added. ``"rename"``: parts are replaced.
+            ``"join"``: several tensors are one now. ``"split"``: one tensor is several now.
+        old: The parts of old names that are replaced, or the tensors; ``*`` stands for a number
+            that stays. Several readings if it is not certain. A prefix that is added has an empty
+            one.
         new: The parts of new names, or the tensors; several readings if it is not certain.
         count: The number of old names, or of tensors that are joined or split.
         is_certain: Whether names and shapes leave one reading.
@@ -83,8 +93,8 @@ class Renames:
         is_of_another_model: Whether hardly a name fits, apart from its beginning.
     """
 
-    old: dict[str, Shape | None]
-    new: dict[str, Shape | None]
+    old: Unexplained
+    new: Unexplained
     original: dict[str, str]
     present: Collection[str]
     rules: list[Rule] = field(default_factory=list)
@@ -99,21 +109,23 @@ class Renames:
             del self.old[name], self.new[new_name]
 
     def substitute(self, names: Mapping[str, str], *, is_certain: bool) -> int:
-        """Give old names their names under a rule; return how many are names of the other side now."""
+        """Give old names their names under a rule; return how many are new names then."""
         explained = 0
         for name, substituted in names.items():
             if substituted in self.old:
                 continue
-            shape, original = self.old.pop(name), self.original.pop(name)
+
+            shape = self.old.pop(name)
+            original = self.original.pop(name)
             # A load may have filled in what was missing: a counter of BatchNorm, for instance.
-            is_explained = substituted in self.new or substituted in self.present
-            explained += is_explained
-            if not is_explained:
-                self.old[substituted], self.original[substituted] = shape, original
-            elif substituted in self.new:
-                del self.new[substituted]
-                if is_certain:
+            if substituted in self.new or substituted in self.present:
+                explained += 1
+                if is_certain and substituted in self.new:
                     self.pairs[original] = substituted
+                self.new.pop(substituted, None)
+            else:
+                self.old[substituted] = shape
+                self.original[substituted] = original
         return explained
 
 
@@ -133,15 +145,24 @@ def find_renames(
 
     Returns:
         The rules, the pairs of names that are certain, and what is left. It is deterministic.
+
+    Example:
+        >>> old = {"net.fc.weight": (4, 2), "net.fc.bias": (4,)}
+        >>> renames = find_renames(old, {"fc.weight": (4, 2), "fc.bias": (4,)})
+        >>> renames.rules
+        [Rule(kind='prefix', old=('net.',), new=('',), count=2, is_certain=True)]
+        >>> renames.pairs
+        {'net.fc.weight': 'fc.weight', 'net.fc.bias': 'fc.bias'}
     """
     surplus = [name for name in old if name not in new] if surplus is None else surplus
     lacking = [name for name in new if name not in old] if lacking is None else lacking
-    left_old, left_new = (
-        {n: shapes[n] for n in islice(names, _MOST_NAMES) if len(n) <= _LONGEST_NAME}
-        for shapes, names in ((old, surplus), (new, lacking))
-    )
+    left_old = _limited(old, surplus)
+    left_new = _limited(new, lacking)
     present = new.keys() - set(lacking)
     renames = Renames(left_old, left_new, {name: name for name in left_old}, present)
+
+    # Names say more than shapes, so beginnings are found first. One may hide another: ``module.``
+    # stands before a part that is renamed.
     enough = min(len(left_old), len(left_new))
     for _ in range(_MOST_HEADS):
         if not _find_head(renames, enough):
@@ -152,15 +173,12 @@ def find_renames(
     if max(len(renames.old), len(renames.new)) <= _MOST_LEFT:
         _find_joined(renames, "join")
         _find_joined(renames, "split")
-        once = [
-            {shape for shape, n in Counter(side.values()).items() if n == 1} for side in (old, new)
-        ]
-        by_shape = _match_rest(renames, once[0] & once[1])
+        by_shape = _match_rest(renames, _shapes_used_once(old) & _shapes_used_once(new))
 
-    least = max(1, min(len(old), len(new)))
+    fewest = max(1, min(len(old), len(new)))
     joined = sum(rule.count for rule in renames.rules if rule.kind in {"join", "split"})
-    renames.coverage = (fitting + joined + by_shape) / least
-    renames.is_of_another_model = fitting / least < _LEAST_BY_NAME
+    renames.coverage = (fitting + joined + by_shape) / fewest
+    renames.is_of_another_model = fitting / fewest < _LEAST_BY_NAME
     if renames.is_of_another_model:
         # Some shapes are the same everywhere.
         renames.rules = [replace(rule, is_certain=False) for rule in renames.rules]
@@ -168,8 +186,13 @@ def find_renames(
     return renames
 
 
-def _parts(name: str) -> Parts:
-    return tuple(name.split("."))
+def _limited(shapes: Shapes, names: Iterable[str]) -> Unexplained:
+    first = islice(names, _MOST_NAMES)
+    return {name: shapes[name] for name in first if len(name) <= _LONGEST_NAME}
+
+
+def _shapes_used_once(shapes: Shapes) -> set[Shape | None]:
+    return {shape for shape, uses in Counter(shapes.values()).items() if uses == 1}
 
 
 def _numbers(name: str) -> Parts:
@@ -177,215 +200,320 @@ def _numbers(name: str) -> Parts:
 
 
 def starred(name: str, most: int = _LONGEST_NAME) -> str:
-    """Return a name with ``*`` in place of its numbers, or of the first ones."""
+    """Return a name with ``*`` in place of its numbers, or of the first ones.
+
+    Args:
+        name: The name of a tensor or a module.
+        most: How many numbers to replace.
+
+    Example:
+        >>> starred("layers.0.blocks.1.weight", most=1)
+        'layers.*.blocks.1.weight'
+    """
     index = count()
     parts = name.split(".")
     return ".".join("*" if p.isdecimal() and next(index) < most else p for p in parts)
 
 
-def _star_shared(names: Iterable[str]) -> Parts:
+def _shared(sequences: Iterable[Sequence[str]]) -> int:
+    """Return how many items all sequences begin with."""
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns))
+
+
+def _star_shared(names: Collection[str]) -> Parts:
     """Return names with ``*`` for the first numbers, which all of them have."""
-    names = tuple(names)
-    columns = [*zip(*map(_numbers, names), strict=False)]
-    shared = next((i for i, column in enumerate(columns) if len(set(column)) > 1), len(columns))
+    shared = _shared(map(_numbers, names))
     return tuple(starred(name, shared) for name in names)
 
 
 def _differing_parts(*names: str) -> Parts:
-    """Return names without the parts that all of them begin and end with, numbers as ``*``."""
-    parts = [*map(_parts, names)]
-    shortest = min(map(len, parts))
-    start = next((i for i in range(shortest) if len({each[i] for each in parts}) > 1), shortest)
-    most = shortest - start
-    end = next((i for i in range(most) if len({each[-1 - i] for each in parts}) > 1), most)
+    """Return names without the parts that all of them begin and end with, numbers as ``*``.
+
+    Example:
+        >>> _differing_parts("blocks.0.attn.proj.weight", "blocks.0.attn.out.weight")
+        ('proj', 'out')
+    """
+    paths = [name.split(".") for name in names]
+    start = _shared(paths)
+    most = min(map(len, paths)) - start
+    end = min(most, _shared(path[::-1] for path in paths))
+
     # A part that is inserted or removed is shown with the part that it follows, or is followed by.
-    if any(len(each) == start + end for each in parts):
-        end -= bool(end and not start)
-        start -= bool(start)
+    if any(len(path) == start + end for path in paths):
+        if start:
+            start -= 1
+        elif end:
+            end -= 1
     # A number alone says little.
-    while start and any(each[start].isdecimal() for each in parts):
+    while start and any(path[start].isdecimal() for path in paths):
         start -= 1
-    shortened = [".".join(each[start : len(each) - end]) for each in parts]
-    return _star_shared(shortened) if any("." in each for each in shortened) else (*shortened,)
+
+    shortened = tuple(".".join(path[start : len(path) - end]) for path in paths)
+    return _star_shared(shortened) if any("." in name for name in shortened) else shortened
 
 
-def _tails(name: str) -> Iterator[str]:
-    """Yield a name, and what is left of it without its first parts; its last part only if it is all."""
+def _tails(name: str, bare: Collection[str]) -> Iterator[str]:
+    """Yield a name, and what is left of it without its first parts.
+
+    Its last part is only yielded if there is a name ``bare`` of its other parts.
+    """
     yield name
     dots = [dot.end() for dot in islice(re.finditer(r"\.", name), _MOST_TAILS)]
     yield from (name[dot:] for dot in dots[:-1])
+    last = name.rpartition(".")[2]
+    if last != name and last in bare:
+        yield last
 
 
-def _names_by_tail(renames: Renames) -> Iterator[tuple[str, str, str, bool]]:
-    """Yield an old name, a new one, the longest end that they share, and whether only these two do."""
+class _Alignment(NamedTuple):
+    """An old name and a new one, and the longest end that they share."""
+
+    old: str
+    new: str
+    tail: str
+    is_alone: bool  # whether only these two share it
+
+
+def _alignments(renames: Renames) -> Iterator[_Alignment]:
+    """Yield the new names that share the longest end with an old one."""
     by_tail: dict[tuple[str, Parts | None], list[str]] = defaultdict(list)
     for name in renames.new:
-        inside = _numbers(name)
-        last = name.rpartition(".")[2]
-        for tail in (*_tails(name), *([last] if last != name and last in renames.old else [])):
-            by_tail[tail, inside].append(name)
+        for tail in _tails(name, renames.old):
+            by_tail[tail, _numbers(name)].append(name)
             by_tail[tail, None].append(name)
 
     longest: dict[str, tuple[str, Parts]] = {}
+    bare = renames.old.keys() | renames.new.keys()
     for name in renames.old:
-        tails = (*_tails(name), name.rpartition(".")[2])
-        for tail in tails:
+        for tail in _tails(name, bare):
             if (tail, None) in by_tail:
                 longest[name] = tail, _numbers(name)
                 break
+
     uses = Counter(longest.values())
-    for name, (tail, inside) in longest.items():
-        others = by_tail.get((tail, inside)) or by_tail[tail, None]
-        is_alone = len(others) == uses[tail, inside] == 1
-        yield from ((name, other, tail, is_alone) for other in others[:_MOST_READINGS])
+    for name, (tail, numbers) in longest.items():
+        others = by_tail.get((tail, numbers)) or by_tail[tail, None]
+        is_alone = len(others) == uses[tail, numbers] == 1
+        for other in others[:_MOST_READINGS]:
+            yield _Alignment(name, other, tail, is_alone)
+
+
+class _Heads(NamedTuple):
+    """The beginnings of old and of new names; one is empty if a prefix is added or removed."""
+
+    old: str
+    new: str
 
 
 def _find_head(renames: Renames, enough: int) -> bool:
-    """Find the beginnings of names whose other parts are the same: a prefix, or another home of layers."""
-    votes: Counter[Parts] = Counter()
-    fits: Counter[Parts] = Counter()
-    modules: dict[Parts, set[str]] = defaultdict(set)
-    for name, other, tail, is_alone in _names_by_tail(renames):
-        rule = _star_shared(each[: -len(tail)].removesuffix(".") for each in (name, other))
-        if is_alone or "" in rule:
+    """Find a beginning of names whose other parts stay: a prefix, or another home of layers.
+
+    Each pair of names that share a long end votes for the beginnings before it.
+
+    Args:
+        renames: What is left, and what is found.
+        enough: The number of names that could be renamed; a prefix is of a quarter of them.
+
+    Returns:
+        Whether a beginning was found, so that there may be another one.
+    """
+    votes: Counter[_Heads] = Counter()
+    fits: Counter[_Heads] = Counter()
+    modules: dict[_Heads, set[str]] = defaultdict(set)
+    for name, other, tail, is_alone in _alignments(renames):
+        starts = (name.removesuffix(tail), other.removesuffix(tail))
+        heads = _Heads(*_star_shared([start.removesuffix(".") for start in starts]))
+        if is_alone or "" in heads:
             shapes = {renames.old[name], renames.new[other]}
-            votes[rule] += 1
-            fits[rule] += len(shapes) == 1 or None in shapes
-            modules[rule].add(tail.rpartition(".")[0])
+            votes[heads] += 1
+            fits[heads] += len(shapes) == 1 or None in shapes
+            modules[heads].add(tail.rpartition(".")[0])
 
     # A prefix is of many names. Another beginning could be a coincidence in a single module.
-    rules = [
-        rule
-        for rule, n in votes.items()
-        if fits[rule] * 2 >= n and (n * 4 >= enough if "" in rule else len(modules[rule]) > 1)
+    likely = [
+        heads
+        for heads, n in votes.items()
+        if fits[heads] * 2 >= n and (n * 4 >= enough if "" in heads else len(modules[heads]) > 1)
     ]
-    if not rules:
+    if not likely:
         return False
-    best = max(rules, key=lambda rule: (votes[rule], fits[rule], rule))
-    side = 0 if best[0] else 1
-    rivals = sorted(r for r in rules if r[1 - side] == best[1 - side] and fits[r] == fits[best])
+
+    best = max(likely, key=lambda heads: (votes[heads], fits[heads], heads))
+    # Other beginnings on the side that has one would explain as much.
+    side = 0 if best.old else 1
+    rivals = sorted(
+        heads for heads in likely if heads[1 - side] == best[1 - side] and fits[heads] == fits[best]
+    )
+    # Both are reported, and neither is chosen.
     is_certain = len(rivals) == 1
-    head, new_head = rivals[0]
-    explained = renames.substitute(_under(renames.old, head, new_head), is_certain=is_certain)
-    olds, news = (tuple(dict.fromkeys(rival[i] for rival in rivals)) for i in (0, 1))
-    if "" in best:
-        olds, news = (tuple(f"{each}." if each else "" for each in side) for side in (olds, news))
-        renames.rules.append(Rule("prefix", olds, news, explained, is_certain))
-    else:
-        if is_certain:
-            olds, news = ((part,) for part in _differing_parts(head, new_head))
-        renames.rules.append(Rule("rename", olds, news, explained, is_certain))
+    substituted = _with_new_head(renames.old, rivals[0])
+    explained = renames.substitute(substituted, is_certain=is_certain)
+
+    kind: Literal["prefix", "rename"] = "prefix" if "" in best else "rename"
+    dot = "." if kind == "prefix" else ""
+    olds = tuple(dict.fromkeys(heads.old and heads.old + dot for heads in rivals))
+    news = tuple(dict.fromkeys(heads.new and heads.new + dot for heads in rivals))
+    if kind == "rename" and is_certain:
+        old_part, new_part = _differing_parts(*rivals[0])
+        olds = (old_part,)
+        news = (new_part,)
+    renames.rules.append(Rule(kind, olds, news, explained, is_certain=is_certain))
     return explained > 0
 
 
-def _under(names: Iterable[str], head: str, new_head: str) -> dict[str, str]:
-    """Return the names that begin with ``head``, each with the new beginning and the same numbers."""
-    pattern = r"(\d+)".join(map(re.escape, head.split("*")))
-    finder = re.compile(rf"{pattern}(?:\.|$)" if head else "")
-    found: dict[str, str] = {}
+def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
+    """Return the names that begin with the old head, each with the new one and the same numbers."""
+    # The star of a head stands for the number of a layer, which the new name has as well.
+    pattern = r"(\d+)".join(map(re.escape, heads.old.split("*")))
+    finder = re.compile(rf"{pattern}(?:\.|$)" if heads.old else "")
+    new_names: dict[str, str] = {}
     for name in names:
-        if match := finder.match(name):
-            filled = new_head
-            for number in match.groups():
-                filled = filled.replace("*", number, 1)
-            found[name] = ".".join(part for part in (filled, name[match.end() :]) if part)
-    return found
+        match = finder.match(name)
+        if match is None:
+            continue
+        new_head = heads.new
+        for number in match.groups():
+            new_head = new_head.replace("*", number, 1)
+        new_names[name] = ".".join(filter(None, (new_head, name[match.end() :])))
+    return new_names
 
 
 def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
-    """Find tensors of one module whose sizes add up to that of one tensor of the other side."""
-    sides = (renames.old, renames.new)
-    parts, wholes = sides if kind == "join" else sides[::-1]
-    beside: dict[Hashable, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    """Find tensors of one module whose sizes add up to that of one tensor of the other side.
+
+    Args:
+        renames: What is left, and what is found.
+        kind: ``"join"`` if the old side has the parts, ``"split"`` if the new side has them.
+    """
+    parts = renames.old if kind == "join" else renames.new
+    wholes = renames.new if kind == "join" else renames.old
+    # The first dimension of tensors that could be joined, by what they share and by module.
+    beside: dict[Hashable, dict[str, dict[str, int]]] = defaultdict(lambda: defaultdict(dict))
     for name, shape in parts.items():
         home, _, leaf = name.rpartition(".")
         if shape:
-            beside[_numbers(name), shape[1:], leaf][home.rpartition(".")[0]].append(name)
+            beside[_numbers(name), shape[1:], leaf][home.rpartition(".")[0]][name] = shape[0]
+
     counts: Counter[tuple[Parts, str]] = Counter()
-    for whole, size in list(wholes.items()):
+    for whole, shape in list(wholes.items()):
+        if not shape:
+            continue
         leaf = re.split(r"[._]", whole)[-1]
-        groups = beside.get((_numbers(whole), size[1:], leaf), {}) if size else {}
-        for names in islice(groups.values(), _MOST_CANDIDATES):
-            # A tensor that is part of another one counts as too large.
-            sizes = {name: (parts.get(name) or size or (0,))[0] for name in names}
-            smaller = [name for name in names if size and sizes[name] < size[0]]
+        groups = beside.get((_numbers(whole), shape[1:], leaf), {})
+        for sizes in islice(groups.values(), _MOST_CANDIDATES):
+            smaller = [name for name in sizes if name in parts and sizes[name] < shape[0]]
             chosen = _joined_names(whole, smaller) if len(smaller) > 1 else ()
-            if size and sum(sizes[name] for name in chosen) == size[0]:
+            if chosen and sum(sizes[name] for name in chosen) == shape[0]:
                 counts[tuple(map(starred, chosen)), starred(whole)] += len(chosen)
                 del wholes[whole]
                 for name in chosen:
                     del parts[name]
                 break
+
     for (chosen, whole), n in counts.items():
-        olds, news = (chosen, (whole,)) if kind == "join" else ((whole,), chosen)
-        renames.rules.append(Rule(kind, olds, news, n))
+        if kind == "join":
+            renames.rules.append(Rule(kind, chosen, (whole,), n))
+        else:
+            renames.rules.append(Rule(kind, (whole,), chosen, n))
 
 
 def _joined_names(whole: str, names: list[str]) -> Parts:
-    """Return the names that the name of the whole speaks of: q, k and v, or gate and up."""
+    """Return the names that the name of the whole speaks of: q, k and v, or gate and up.
+
+    Sizes alone would join what happens to add up, such as a norm's weight and a bias.
+
+    Example:
+        >>> _joined_names("mlp.gate_up.weight", ["mlp.gate.weight", "mlp.up.weight"])
+        ('mlp.gate.weight', 'mlp.up.weight')
+    """
     words = _tokens(whole)
-    telling = dict(zip(names, _telling(map(_tokens, names)), strict=True))
     if re.search(r"att|qkv|kv|in_proj|query", whole):
         words |= _QUERY_KEY_VALUE
+    telling = dict(zip(names, _telling(map(_tokens, names)), strict=True))
     chosen = tuple(name for name in names if telling[name] & words)
     # Where heads share them, k and v together often have the size of the output.
     is_output = [telling[name] & words for name in chosen] in ([{"k"}, {"v"}], [{"v"}, {"k"}])
-    return () if is_output and "kv" not in ".".join(_parts(whole)[-2:]) else chosen
+    return () if is_output and "kv" not in ".".join(whole.split(".")[-2:]) else chosen
+
+
+class _Reading(NamedTuple):
+    """Names that may be those of the other side: several on each if it is not certain."""
+
+    old: Parts
+    new: Parts
+    is_certain: bool
 
 
 def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
-    """Find modules that have the same tensors, and then tensors of the same shape; return their number.
+    """Find modules that have the same tensors, and then tensors of the same shape.
 
-    ``unique`` has the shapes that one tensor of each side has.
+    Args:
+        renames: What is left, and what is found.
+        unique: The shapes that one tensor of each side has.
+
+    Returns:
+        The number of tensors that certainly are one of the other side.
     """
     explained = 0
     for by_module in (True, False):
-        old, new = (_contents(each, by_module=by_module) for each in (renames.old, renames.new))
-        counts: Counter[tuple[Parts, Parts, bool]] = Counter()
+        old = _contents(renames.old, by_module=by_module)
+        new = _contents(renames.new, by_module=by_module)
         components = [*_components(old, new)]
-        places = Counter(_differing_parts(*a, *b) for a, b in components if len(a) == len(b) == 1)
+        single = [(*olds, *news) for olds, news in components if len(olds) == len(news) == 1]
+        places = Counter(_differing_parts(*pair) for pair in single)
         repeated = {parts for parts, n in places.items() if n > 1}
-        for olds, news in components:
-            pairs = _certain_pairs(olds, news, old, unique, repeated)
-            for name, other in pairs.items():
-                tensors = [_tensors(each, old[name]) for each in (name, other)]
-                renames.take(dict(zip(*tensors, strict=True)))
-                explained += len(tensors[0])
-                parts, new_parts = _differing_parts(name, other)
-                counts[(parts,), (new_parts,), True] += len(tensors[0])
 
-            rest = [name for name in olds if name not in pairs]
-            others = [name for name in news if name not in pairs.values()]
+        counts: Counter[_Reading] = Counter()
+        for olds, news in components:
+            pairs = _certain_pairs(olds, news, old, unique=unique, repeated=repeated)
+            for name, other in pairs.items():
+                old_part, new_part = _differing_parts(name, other)
+                tensors = _tensors(name, old[name])
+                renames.take(dict(zip(tensors, _tensors(other, new[other]), strict=True)))
+                explained += len(tensors)
+                counts[_Reading((old_part,), (new_part,), is_certain=True)] += len(tensors)
+
+            olds_left = [name for name in olds if name not in pairs]
+            news_left = [name for name in news if name not in pairs.values()]
             # Many readings do not help, and vectors of one size are everywhere.
-            few = 0 < len(others) <= _MOST_READINGS and 0 < len(rest) <= _MOST_READINGS
-            if few and (by_module or len(rest) == len(others)):
-                shown = _differing_parts(*rest, *others)
-                readings = sorted(shown[: len(rest)]), sorted(shown[len(rest) :])
-                doubted = sum(len(old[name]) for name in rest)
-                counts[tuple(readings[0]), tuple(readings[1]), False] += doubted
-                for shapes, left, contents in (
-                    (renames.old, rest, old),
-                    (renames.new, others, new),
-                ):
-                    for name in left:
-                        for each in _tensors(name, contents[name]):
-                            del shapes[each]
-        for doubtful in [key for key in counts if not key[2] and (key[0], key[1], True) in counts]:
-            counts[doubtful[0], doubtful[1], True] += counts.pop(doubtful)
-        renames.rules += [Rule("rename", a, b, n, sure) for (a, b, sure), n in counts.items()]
+            sizes = {len(olds_left), len(news_left)}
+            if 0 in sizes or max(sizes) > _MOST_READINGS or (len(sizes) > 1 and not by_module):
+                continue
+            shown = _differing_parts(*olds_left, *news_left)
+            old_parts = tuple(sorted(shown[: len(olds_left)]))
+            new_parts = tuple(sorted(shown[len(olds_left) :]))
+            for name in olds_left:
+                counts[_Reading(old_parts, new_parts, is_certain=False)] += len(old[name])
+                for tensor in _tensors(name, old[name]):
+                    del renames.old[tensor]
+            for name in news_left:
+                for tensor in _tensors(name, new[name]):
+                    del renames.new[tensor]
+
+        # The same parts are certain elsewhere: in another layer, with other shapes.
+        for reading in [*counts]:
+            certain = reading._replace(is_certain=True)
+            if not reading.is_certain and certain in counts:
+                counts[certain] += counts.pop(reading)
+        renames.rules += [
+            Rule("rename", reading.old, reading.new, n, is_certain=reading.is_certain)
+            for reading, n in counts.items()
+        ]
     return explained
 
 
 def _contents(shapes: Shapes, *, by_module: bool) -> dict[str, Content]:
     """Return what each module, or tensor, has."""
-    found: dict[str, set[tuple[str, Shape | None]]] = defaultdict(set)
+    # A tensor is a module of one tensor without a name, so that one search finds both.
+    if not by_module:
+        return {name: frozenset({("", shape)}) for name, shape in shapes.items()}
+    contents: dict[str, set[tuple[str, Shape | None]]] = defaultdict(set)
     for name, shape in shapes.items():
         home, dot, leaf = name.rpartition(".")
-        if not by_module:
-            found[name].add(("", shape))
-        elif dot:
-            found[home].add((leaf, shape))
-    return {name: frozenset(content) for name, content in found.items()}
+        if dot:
+            contents[home].add((leaf, shape))
+    return {name: frozenset(content) for name, content in contents.items()}
 
 
 def _tensors(name: str, content: Content) -> list[str]:
@@ -396,97 +524,123 @@ def _tensors(name: str, content: Content) -> list[str]:
 def _components(
     old: Mapping[str, Content], new: Mapping[str, Content]
 ) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield names that could be one another, and nothing else."""
+    """Yield old and new names that could be one another, and nothing else.
+
+    Names are candidates if they have the same content, best in a layer of the same number. Names
+    that share a candidate are compared together, since one could take the other's.
+    """
     by_key: dict[Hashable, list[str]] = defaultdict(list)
     for name, content in new.items():
         for key in _keys(name, content):
             by_key[key].append(name)
+
     most = min(_MOST_CANDIDATES, 4 + _MOST_COMPARISONS // (1 + len(old)))
-    targets, owners = {}, defaultdict[str, list[str]](list)
+    candidates: dict[str, list[str]] = {}
+    owners: dict[str, list[str]] = defaultdict(list)
     for name, content in old.items():
-        candidates = next((by_key[key] for key in _keys(name, content) if key in by_key), [])
-        targets[name] = _closest(name, candidates[:most])
-        for other in targets[name]:
+        alike = next((by_key[key] for key in _keys(name, content) if key in by_key), [])
+        candidates[name] = _closest(name, alike[:most])
+        for other in candidates[name]:
             owners[other].append(name)
 
-    seen: set[str] = set()
-    for start, first in targets.items():
-        if start in seen or not first:
+    seen_old: set[str] = set()
+    seen_new: set[str] = set()
+    for start, others in candidates.items():
+        if start in seen_old or not others:
             continue
-        olds, news, waiting = {start: None}, dict[str, None](), [start]
-        while waiting:
-            for other in targets[waiting.pop()]:
-                if other not in news:
-                    news[other] = None
-                    waiting += [name for name in owners[other] if name not in olds]
-                    olds.update(dict.fromkeys(owners[other]))
-        seen.update(olds)
-        yield [*olds], [*news]
+        seen_old.add(start)
+        olds = [start]
+        news: list[str] = []
+        # It grows while it is walked over.
+        for name in olds:
+            for other in candidates[name]:
+                if other not in seen_new:
+                    seen_new.add(other)
+                    news.append(other)
+                    olds += [owner for owner in owners[other] if owner not in seen_old]
+                    seen_old.update(owners[other])
+        yield olds, news
 
 
 def _keys(name: str, content: Content) -> tuple[Hashable, ...]:
     """Return what names of one tensor may have in common, the numbers of layers first."""
-    inside = _numbers(name)
-    return (content, inside, ""), (content, inside[:1]), (content,)
+    numbers = _numbers(name)
+    return (content, numbers, ""), (content, numbers[:1]), (content,)
 
 
 def _closest(name: str, others: list[str]) -> list[str]:
     """Return the names that have most of the first parts in common with a name."""
-    parts = _parts(name)
-    shared = {}
-    for other in others:
-        pairs = zip(parts, _parts(other), strict=False)
-        shared[other] = next((i for i, (a, b) in enumerate(pairs) if a != b), len(parts))
+    path = name.split(".")
+    shared = {other: _shared((path, other.split("."))) for other in others}
     most = max(shared.values(), default=0)
     return [other for other in others if shared[other] == most]
 
 
 def _tokens(name: str) -> set[str]:
-    words = re.findall(r"[a-z]+|\d+", name.lower())
-    return {_SYNONYMS.get(str(word), str(word)) for word in words}
+    words: list[str] = re.findall(r"[a-z]+|\d+", name.lower())
+    return {_SYNONYMS.get(word, word) for word in words}
 
 
-def _telling(words: Iterable[set[str]]) -> list[set[str]]:
-    """Return the words that tell names apart."""
-    words = [*words]
-    common = set.intersection(*words) if len(words) > 1 else set[str]()
-    return [each - common for each in words]
+def _telling(names: Iterable[set[str]]) -> list[set[str]]:
+    """Return of the words of several names those that tell the names apart."""
+    all_words = [*names]
+    common = set.intersection(*all_words) if len(all_words) > 1 else set[str]()
+    return [words - common for words in all_words]
 
 
 def _certain_pairs(
     olds: list[str],
     news: list[str],
     contents: Mapping[str, Content],
+    *,
     unique: set[Shape | None],
     repeated: set[Parts],
 ) -> dict[str, str]:
-    """Return which names certainly are which."""
+    """Return which names certainly are which.
+
+    Args:
+        olds: Old names that could be any of ``news``.
+        news: New names.
+        contents: The content of each old name.
+        unique: The shapes that one tensor of each side has.
+        repeated: The parts in which several pairs of names differ alike.
+    """
     if len(olds) == len(news) == 1:
-        old, new = olds[0], news[0]
-        return {old: new} if _is_evident(old, new, contents[old], unique, repeated) else {}
+        old = olds[0]
+        new = news[0]
+        is_one = _is_evident(old, new, contents[old], unique=unique, repeated=repeated)
+        return {old: new} if is_one else {}
     if len(olds) * len(news) > _MOST_COMPARED:
         return {}
-    words = [*map(_tokens, _differing_parts(*olds, *news))]
+
+    words = [_tokens(part) for part in _differing_parts(*olds, *news)]
     old_words = dict(zip(olds, _telling(words[: len(olds)]), strict=True))
     new_words = dict(zip(news, _telling(words[len(olds) :]), strict=True))
-    shared = {(a, b): old_words[a] & new_words[b] for a in olds for b in news}
+    shared = {(old, new): old_words[old] & new_words[new] for old in olds for new in news}
     uses = Counter(name for pair, common in shared.items() if common for name in pair)
-    pairs = [pair for pair in shared if shared[pair] and uses[pair[0]] == uses[pair[1]] == 1]
+    pairs = [pair for pair in shared if shared[pair] and {uses[name] for name in pair} == {1}]
+    # If some names stay in doubt, words other than q, k and v may be a coincidence.
     if not len(pairs) == len(olds) == len(news):
         pairs = [pair for pair in pairs if shared[pair] & _QUERY_KEY_VALUE]
     return dict(pairs)
 
 
 def _is_evident(
-    old: str, new: str, content: Content, unique: set[Shape | None], repeated: set[Parts]
+    old: str, new: str, content: Content, *, unique: set[Shape | None], repeated: set[Parts]
 ) -> bool:
-    """Return True if shapes or names leave little doubt that two names are one tensor."""
+    """Return True if shapes or names leave little doubt that two names are one tensor.
+
+    Vectors alone say little: biases and norms of one size are everywhere.
+    """
     matrices = [shape for _, shape in content if shape and sum(size > 1 for size in shape) > 1]
     if not unique.isdisjoint(matrices):
         return True
-    (home, _, last), (new_home, _, new_last) = old.rpartition("."), new.rpartition(".")
+    # Under one parent, where nothing else has this content.
+    home, _, last = old.rpartition(".")
+    new_home, _, new_last = new.rpartition(".")
     if home and home == new_home and (matrices or len(content) > 1):
         return True
+
     # In another layer. More numbers may follow, where a layer has become a list.
     if any(a != b for a, b in zip(_numbers(old), _numbers(new), strict=False)):
         return False
@@ -494,7 +648,45 @@ def _is_evident(
     # In several layers.
     if matrices and parts in repeated:
         return True
-    words, others = _tokens(old), _tokens(new)
-    if last == new_last and (words <= others or others <= words):
+    words = _tokens(old)
+    new_words = _tokens(new)
+    if last == new_last and (words <= new_words or new_words <= words):
         return True
     return SequenceMatcher(None, parts[0], parts[1]).ratio() > _TYPO
+
+
+def beginnings(name: str) -> list[str]:
+    """Return the beginnings of a name that end with a whole part, and the name itself last.
+
+    Example:
+        >>> beginnings("blocks.0.weight")
+        ['blocks', 'blocks.0', 'blocks.0.weight']
+    """
+    return [*accumulate(name.split("."), "{}.{}".format)]
+
+
+def paths_after(new_names: Mapping[str, str]) -> dict[str, list[str | None]]:
+    """Return where the tensors below the path of each module are after a renaming.
+
+    Args:
+        new_names: The new name of each tensor; its old one if it is not renamed.
+
+    Returns:
+        All paths below which some of them have the names relative to the module that they had; None
+        stands for tensors whose relative names have changed.
+
+    Example:
+        >>> paths_after({"fc.weight": "head.weight", "fc.bias": "head.bias"})
+        {'fc': ['head'], '': [None]}
+    """
+    paths: dict[str, dict[str | None, None]] = defaultdict(dict)
+    for name, new_name in new_names.items():
+        path = name
+        new_path = new_name
+        is_alike = True
+        while path:
+            path, _, last = path.rpartition(".")
+            new_path, _, new_last = new_path.rpartition(".")
+            is_alike = is_alike and last == new_last
+            paths[path][new_path if is_alike else None] = None
+    return {path: list(new_paths) for path, new_paths in paths.items()}

@@ -90,8 +90,8 @@ _NN: Final = [
     Bug(
         "load_matching: a tied parameter counts as missing",
         "nn/_load_matching.py",
-        "if n in missing and id(target) not in written",
-        "if n in missing",
+        "if name in missing and id(targets[name]) not in written",
+        "if name in missing",
         "tests/unit/load/test_load_matching.py",
     ),
     Bug(
@@ -641,15 +641,15 @@ _IN_MIGRATIONS: Final = [
     Bug(
         "patterns: a pattern that matches a part of a name",
         "migrations/patterns.py",
-        'return re.compile(r"\\.".join(parts))',
-        'return re.compile(r"\\.".join(parts) + ".*")',
+        "or re.escape(s) for s in segments))",
+        'or re.escape(s) for s in segments) + ".*")',
         _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
         "steps: a stack in the order of the file",
         "migrations/steps.py",
-        "numbered[number] for number in sorted(numbered)",
-        "numbered[number] for number in numbered",
+        "keys = tuple(map(str, range(len(members)))) if stacks",
+        "keys = tuple(members) if stacks",
         _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
@@ -662,15 +662,15 @@ _IN_MIGRATIONS: Final = [
     Bug(
         "walk: a child migrates under the prefix before its parent's steps",
         "migrations/state_dicts.py",
-        "        upwards(child, place)\n        return place",
-        "        return place",
+        "        upwards(child, subtree)\n        return subtree",
+        "        return subtree",
         _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
         "optimizers: a merged parameter of several groups",
         "migrations/optimizers.py",
-        "if len(found) != 1:",
-        "if not found:",
+        "if len(candidates) != 1:",
+        "if not candidates:",
         _MIGRATIONS + "/test_optimizers.py",
     ),
     Bug(

@@ -1,4 +1,4 @@
-"""Declared migrations: how the state dicts of older versions of a class become those of newer ones."""
+"""Declared migrations: how state dicts of older versions of a class become those of newer ones."""
 
 from modkit._namespace import publish_all
 from modkit.migrations.declarations import declare

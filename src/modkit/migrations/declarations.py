@@ -1,38 +1,45 @@
 """The declaration of migrations on a class, and what loading calls of it."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
 
+from modkit._renames import paths_after
 from modkit.errors import MigrationError
 from modkit.migrations.state_dicts import migrate_before_load
 from modkit.migrations.steps import Step
-from modkit.migrations.versions import Part, bring, is_declared, table_of
+from modkit.migrations.versions import Subtree, bring, is_declared, table_of
 from modkit.nn._load_plan import migrates_before
 
 
 _ClassT = TypeVar("_ClassT", bound=type)
-# In the metadata of a module whose entries have been migrated: a class and its base may both declare.
+# In the metadata of a module whose entries have been migrated: a class and its base may both
+# declare, and each has a loader.
 _DONE: Final = "modkit.migrated"
 
 
 def declare(table: Mapping[int, Sequence[Step]]) -> Callable[[_ClassT], _ClassT]:
     """Declare how older state dicts of a module class become those of newer versions.
 
-    The number is ``_version`` of the class, which ``state_dict()`` saves for each module, and 1 by default.
-    The decorator sets it to the newest version of the table. ``load_state_dict`` of torch and of modkit then
-    migrates, before a ``_load_from_state_dict`` of the class is called. A derived class inherits the table;
-    one that declares steps itself adds them to those of its bases, and shares their numbers.
+    The number is ``_version`` of the class, which ``state_dict()`` saves for each module, and 1 by
+    default. The decorator sets it to the newest version of the table. ``load_state_dict`` of torch
+    and of modkit then migrates, before a ``_load_from_state_dict`` of the class is called. A
+    derived class inherits the table; one that declares steps itself adds them to those of its
+    bases, and shares their numbers.
 
     Args:
-        table: The steps to each version from 2 on. Steps of a version run one after the other. Names are
-            relative to the class.
+        table: The steps to each version from 2 on. Steps of a version run one after the other.
+            Names are relative to the class.
+
+    Returns:
+        A decorator that changes the class and returns it.
 
     Raises:
-        TypeError: If the class is not a ``torch.nn.Module``, a version is below 2, ``_version`` of the class
-            is below the newest one, a base that declares nothing has the version already, or an entry is not
-            a list of steps.
+        TypeError: From the decorator, if the class is not a ``torch.nn.Module`` or declares
+            migrations already, a version is below 2, ``_version`` of the class is below the newest
+            one, a base that declares nothing has the version already, or an entry is not a list of
+            steps.
 
     Example:
         >>> import torch
@@ -75,7 +82,8 @@ def _declare(cls: Any, table: Mapping[Any, Any]) -> None:
     newest: int = max((*table, *inherited, base_version))
     if own_version is not None and own_version < newest:
         raise TypeError(
-            f"declare: {cls.__name__}: _version is {own_version}, and steps lead to version {newest}"
+            f"declare: {cls.__name__}: _version is {own_version}, and steps lead to version "
+            f"{newest}"
         )
 
     cls.__migrations__ = {version: [*steps] for version, steps in table.items()}
@@ -103,6 +111,7 @@ def _add_loader(cls: Any) -> None:
             except MigrationError as error:
                 error_msgs.append(str(error))
                 return
+
         # As cheap as possible: it is called for each module of each load.
         loader = (
             super(cls, self)._load_from_state_dict
@@ -122,33 +131,24 @@ def _add_loader(cls: Any) -> None:
 
 def _migrate_own(module: Any, state_dict: dict[str, Any], prefix: str, version: int | None) -> None:
     """Migrate the entries of one module in place, before it loads them."""
-    start = len(prefix)
     keys = [key for key in state_dict if key.startswith(prefix)]
-    entries = {key[start:]: state_dict[key] for key in keys}
-    paths = _paths_of(entries) if version is not None else set[str]()
-    part = Part(entries, {path: {"was": path} for path in paths})
-    if not bring(module, prefix[:-1], part, version, module._version):
+    entries = {key.removeprefix(prefix): state_dict[key] for key in keys}
+    # The versions of the modules below are not known here, only where each of them was saved.
+    old_paths = set[str]() if version is None else {*paths_after({name: name for name in entries})}
+    subtree = Subtree(entries, {path: {"was": path} for path in old_paths}, prefix[:-1])
+    if not bring(module, subtree, version, module._version):
         return
 
     for path, child in module.named_modules():
-        was = part.saved.get(path, {}).get("was", path)
-        if was != path and path in paths and is_declared(child):
+        old_path = subtree.saved.get(path, {}).get("was", path)
+        if old_path != path and path in old_paths and is_declared(child):
             # It would get the version of the module that was at its path when the file was saved.
             raise MigrationError(
-                f"{prefix}{path}: {type(child).__name__} was saved as {prefix}{was}, where its version is not "
-                "found in this load; load what migrate(model, state_dict) returns"
+                f"{prefix}{path}: {type(child).__name__} was saved as {prefix}{old_path}, where "
+                "its version is not found in this load; load what migrate(model, state_dict) "
+                "returns"
             )
+
     for key in keys:
         del state_dict[key]
-    state_dict.update({prefix + name: value for name, value in part.entries.items()})
-
-
-def _paths_of(names: Iterable[str]) -> set[str]:
-    """Return the paths of all modules that have one of these tensors below them."""
-    paths: set[str] = set()
-    for name in names:
-        path = name.rpartition(".")[0]
-        while path and path not in paths:
-            paths.add(path)
-            path = path.rpartition(".")[0]
-    return paths
+    state_dict.update({prefix + name: value for name, value in subtree.entries.items()})

@@ -20,17 +20,12 @@ from modkit.files.safetensors_files import (
     write_safetensors,
 )
 from modkit.files.tensor_files import Checkpoint
-from modkit.migrations.state_dicts import (
-    Record,
-    Versions,
-    lines_of,
-    migrate_with_record,
-    with_metadata,
-)
-from modkit.migrations.steps import Lazy
+from modkit.migrations.state_dicts import Versions, migrate_with_record, plan, with_metadata
+from modkit.migrations.steps import Change, Lazy
 
 
-# Files are mapped: the pages that were read count as memory of the process until the mapping is closed.
+# Files are mapped: the pages that were read count as memory of the process until the mapping is
+# closed.
 _MOST_MAPPED: Final = 32 << 20
 
 
@@ -45,14 +40,15 @@ def migrate_file(
 ) -> list[str]:
     """Migrate the state dict in a file into a safetensors file.
 
-    Tensors are read, computed and written one at a time, so the file may be larger than memory. The target is
-    written atomically: it is the previous file or the complete new one. It holds the versions of modules in
-    its metadata, which this function and ``average_checkpoints`` read.
+    Tensors are read, computed and written one at a time, so the file may be larger than memory. The
+    target is written atomically: it is the previous file or the complete new one. It holds the
+    versions of modules in its metadata, which this function and ``average_checkpoints`` read.
 
     Args:
-        model: The model; one on the meta device is enough, unless a function of the user needs its values.
-        source: A file of ``torch.save`` or safetensors, the ``.index.json`` of shards, or a directory that
-            transformers wrote.
+        model: The model; one on the meta device is enough, unless a function of the user needs its
+            values.
+        source: A file of ``torch.save`` or safetensors, the ``.index.json`` of shards, or a
+            directory that transformers wrote.
         target: The safetensors file to write.
         key: Path of the state dict in a torch file: ``"model"``.
         to: As in ``migrate``.
@@ -62,11 +58,26 @@ def migrate_file(
         One line for each change, as ``plan`` returns them.
 
     Raises:
-        ValueError: If the target's name does not end in ``.safetensors``, or a dtype has no name there.
-        MigrationError: As ``migrate``, or if a function returns another shape or dtype than on meta tensors.
+        ValueError: If the target's name does not end in ``.safetensors``, or a dtype has no name
+            there.
+        MigrationError: As ``migrate``, or if a function returns another shape or dtype than on meta
+            tensors.
         FileError: If the source is not an intact state dict, or is replaced while it is read.
         OSError: If a file cannot be read or written.
         ImportError: If the package safetensors is not installed.
+
+    Example:
+        >>> import modkit, torch
+        >>> from modkit import migrations as mig
+        >>> @mig.declare({2: [mig.rename("fc.*", "head.*")]})
+        ... class Net(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.head = torch.nn.Linear(2, 1, bias=False)
+        >>> folder = tmp_path
+        >>> torch.save({"fc.weight": torch.ones(1, 2)}, folder / "old.pt")
+        >>> mig.migrate_file(Net(), folder / "old.pt", folder / "new.safetensors")
+        ['(root): Net 1 -> 2: rename fc.weight [1, 2] -> head.weight [1, 2]']
     """
     if Path(target).suffix != ".safetensors":
         raise ValueError(
@@ -74,19 +85,21 @@ def migrate_file(
         )
     library("safetensors")
     file = _File(Path(source), key)
-    record: list[Record] = []
+    record: list[Change] = []
     result = migrate_with_record(model, file.state_dict(), record, to=to, versions=versions)
+    lines = [str(change) for change in record]
 
     values = {name: _as_lazy(name, value) for name, value in result.items()}
     described = in_file_order(
-        {name: Described(one.meta.dtype, one.meta.shape) for name, one in values.items()}
+        {name: Described(lazy.meta.dtype, lazy.meta.shape) for name, lazy in values.items()}
     )
     metadata = versions_as_metadata(result._metadata)  # type: ignore[attr-defined]
     # The tensors are freed as they are written.
     result.clear()
+    record.clear()
     with atomic_write(target) as unfinished:
         write_safetensors(unfinished, described, _read_all(values, described, file), metadata)
-    return lines_of(record)
+    return lines
 
 
 def plan_file(
@@ -98,10 +111,8 @@ def plan_file(
     versions: Versions | None = None,
 ) -> list[str]:
     """Return what ``migrate_file`` would do, one line for each change; no tensor is read."""
-    record: list[Record] = []
     entries = _File(Path(source), key).state_dict()
-    migrate_with_record(model, entries, record, to=to, versions=versions)
-    return lines_of(record)
+    return plan(model, entries, to=to, versions=versions)
 
 
 class _File:

@@ -8,9 +8,6 @@ from modkit.errors import MigrationError
 from modkit.migrations.steps import Slots
 
 
-State = dict[str, Any]
-
-
 def is_optimizer_state(state_dict: Mapping[str, Any]) -> bool:
     """Return True for a state dict of an optimizer."""
     return set(state_dict) == {"state", "param_groups"}
@@ -20,7 +17,7 @@ def migrate_optimizer(
     optimizer_state: Mapping[str, Any],
     migrate_names: Callable[[dict[str, Any]], Mapping[str, Any]],
     parameters: list[str],
-) -> State:
+) -> dict[str, Any]:
     """Migrate the state for each parameter, and the names in the groups of parameters.
 
     Args:
@@ -29,63 +26,59 @@ def migrate_optimizer(
         migrate_names: Migrates a dict by the names of parameters.
         parameters: The names of the model's parameters, in order.
 
+    Returns:
+        A state of the same form; the given one is unchanged.
+
     Raises:
-        MigrationError: If parameters have no names, or those of one new tensor are in several groups.
+        MigrationError: If parameters have no names, or those of one new tensor are in several
+            groups.
     """
     groups: list[dict[str, Any]] = [dict(group) for group in optimizer_state["param_groups"]]
     is_numbered = any(isinstance(key, int) for group in groups for key in group["params"])
     names: dict[Any, str] = {}
-    for group in groups:
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
         if is_numbered and "param_names" not in group:
             raise MigrationError(
                 "the parameters of this optimizer state have no names: make the optimizer of "
                 "model.named_parameters(), or migrate what get_optimizer_state_dict() returns"
             )
-        own_names = group["param_names"] if is_numbered else group["params"]
-        names.update(zip(group["params"], own_names, strict=True))
+        group_names = group["param_names"] if is_numbered else group["params"]
+        names.update(zip(group["params"], group_names, strict=True))
+        group_of.update(dict.fromkeys(group_names, number))
 
     state = optimizer_state["state"]
     slots = {name: Slots(state.get(key, {}), (name,)) for key, name in names.items()}
-    migrated: dict[str, Any] = dict(migrate_names(slots))
-    homes = {names[key]: number for number, group in enumerate(groups) for key in group["params"]}
-    members = _members(migrated, slots, homes, parameters, len(groups))
+    migrated = dict(migrate_names(slots))
 
-    numbers: dict[str, Any] = {}
-    for group, own_names in zip(groups, members, strict=True):
-        numbers.update(zip(own_names, count(len(numbers))))
-        group["params"] = [numbers[name] if is_numbered else name for name in own_names]
+    members: list[list[str]] = [[] for _ in groups]
+    in_order = [name for name in parameters if name in migrated]
+    for name in dict.fromkeys((*in_order, *migrated)):
+        value = migrated[name]
+        if isinstance(value, Slots):
+            candidates = {group_of[source] for source in value.sources}
+        elif name in parameters:
+            # A tensor that a step has added: the optimizer has no state for it yet.
+            candidates = {*range(len(groups))}
+        else:
+            continue
+        if len(candidates) != 1:
+            raise MigrationError(
+                f"{name} may belong to any of {len(candidates)} parameter groups of the optimizer; "
+                "migrate the state of an optimizer with one group"
+            )
+        members[candidates.pop()].append(name)
+
+    keys: dict[str, Any] = {}
+    numbers = count()
+    for group, group_names in zip(groups, members, strict=True):
+        keys.update((name, next(numbers) if is_numbered else name) for name in group_names)
+        group["params"] = [keys[name] for name in group_names]
         if "param_names" in group:
-            group["param_names"] = own_names
+            group["param_names"] = group_names
     new_state = {
-        numbers[name] if is_numbered else name: dict(value)
+        keys[name]: dict(value)
         for name, value in migrated.items()
         if isinstance(value, Slots) and value
     }
     return {"state": new_state, "param_groups": groups}
-
-
-def _members(
-    migrated: Mapping[str, Any],
-    slots: Mapping[str, Slots],
-    homes: Mapping[str, int],
-    parameters: list[str],
-    groups: int,
-) -> list[list[str]]:
-    """Return the names in each group, in the order of the model."""
-    members: list[list[str]] = [[] for _ in range(groups)]
-    for name in dict.fromkeys((*(each for each in parameters if each in migrated), *migrated)):
-        value = migrated[name]
-        if not isinstance(value, Slots):
-            # A tensor that a step has added: the optimizer has no state for it yet.
-            if name not in parameters:
-                continue
-            found = {*range(groups)}
-        else:
-            found = {homes[source] for source in value.sources}
-        if len(found) != 1:
-            raise MigrationError(
-                f"{name} may belong to any of {len(found)} parameter groups of the optimizer; migrate the "
-                "state of an optimizer with one group"
-            )
-        members[found.pop()].append(name)
-    return members

@@ -3,6 +3,7 @@
 import json
 import os
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,18 @@ from modkit.migrations.versions import without_values
 def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Assert that all state dicts that a file has recorded of a model migrate to the present one.
 
-    The file holds names, shapes, dtypes and versions of each recorded state dict, and no weights. One whose
-    versions are new is added to the file; the test fails once, so that the file is committed. A model whose
-    names depend on options needs one file for each choice.
+    The file holds names, shapes, dtypes and versions of each recorded state dict, and no weights.
+    One whose versions are new is added to the file; the test fails once, so that the file is
+    committed. A model whose names depend on options needs one file for each choice.
 
     Args:
         model: The model, as it is now.
         path: The JSON file; its folder must exist.
 
     Raises:
-        AssertionError: If names, shapes or dtypes have changed although no version has, if a recorded state
-            dict does not migrate to the present one, or if the file has just been written.
+        AssertionError: If names, shapes or dtypes have changed although no version has, if a
+            recorded state dict does not migrate to the present one, or if the file has just been
+            written.
         ValueError: If the file is not one that this function wrote.
         OSError: If the file cannot be read or written.
 
@@ -42,25 +44,24 @@ def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> Non
     """
     file = Path(path)
     state_dict: Any = model.state_dict()
-    versions = {name: own.get("version") for name, own in state_dict._metadata.items()}
+    versions = {name: metadata.get("version") for name, metadata in state_dict._metadata.items()}
     present = {"versions": versions, "tensors": _described(state_dict)}
     records = _read(file)
 
-    for number, record in enumerate(records):
-        what = f"{file}: state dict {number + 1} of {len(records)}"
+    for number, record in enumerate(records, start=1):
+        label = f"{file}: state dict {number} of {len(records)}"
         if record["versions"] == versions and record["tensors"] != present["tensors"]:
-            changed = _difference(record["tensors"], present["tensors"])
+            difference = _difference(record["tensors"], present["tensors"])
             raise AssertionError(
-                f"{what}: {changed}, and no version has changed; declare a migration for it"
+                f"{label}: {difference}, and no version has changed; declare a migration for it"
             )
         try:
             migrated = _described(migrate(model, _as_state_dict(record)))
         except MigrationError as error:
-            raise AssertionError(f"{what}: {error}") from error
+            raise AssertionError(f"{label}: {error}") from error
         if migrated != present["tensors"]:
-            raise AssertionError(
-                f"{what} does not migrate: {_difference(migrated, present['tensors'])}"
-            )
+            difference = _difference(migrated, present["tensors"])
+            raise AssertionError(f"{label} does not migrate: {difference}")
 
     if present not in records:
         with atomic_write(file) as unfinished:
@@ -69,12 +70,13 @@ def assert_recorded(model: torch.nn.Module, path: str | os.PathLike[str]) -> Non
         raise AssertionError(f"{file}: the versions of {name} are recorded; commit the file")
 
 
-def _described(state_dict: Any) -> dict[str, Any]:
+def _described(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return dtype and shape of each tensor."""
+    metas = {name: getattr(value, "meta", value) for name, value in sorted(state_dict.items())}
     return {
         name: [str(meta.dtype).removeprefix("torch."), list(meta.shape)]
-        for name, value in sorted(state_dict.items())
-        if isinstance(meta := getattr(value, "meta", value), Tensor)
+        for name, meta in metas.items()
+        if isinstance(meta, Tensor)
     }
 
 
@@ -97,13 +99,12 @@ def _as_state_dict(record: Any) -> "OrderedDict[str, Any]":
         name: without_values(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"))
         for name, (dtype, shape) in record["tensors"].items()
     }
-    return with_metadata(
-        entries, {name: {"version": version} for name, version in record["versions"].items()}
-    )
+    saved = {name: {"version": version} for name, version in record["versions"].items()}
+    return with_metadata(entries, saved)
 
 
-def _difference(first: dict[str, Any], second: dict[str, Any]) -> str:
+def _difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """Return the first name in which two descriptions differ, with both."""
-    name = min(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
-    was, now = (str(one[name]) if name in one else "absent" for one in (first, second))
-    return f"{name} was {was} and is {now}"
+    names = old.keys() | new.keys()
+    name = min(name for name in names if old.get(name) != new.get(name))
+    return f"{name} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"

@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -14,8 +14,8 @@ from modkit.errors import MigrationError
 from modkit.migrations.optimizers import is_optimizer_state, migrate_optimizer
 from modkit.migrations.steps import Change, Entries
 from modkit.migrations.versions import (
-    Part,
     Saved,
+    Subtree,
     bring,
     is_declared,
     without_values,
@@ -25,8 +25,6 @@ from modkit.migrations.versions import (
 
 # Versions by class, or the metadata of a state dict: versions by the path of a module.
 Versions: TypeAlias = Mapping[Any, Any]
-# Path of a module, its class, and what was done.
-Record: TypeAlias = tuple[str, type, Change]
 
 
 def migrate(
@@ -38,25 +36,26 @@ def migrate(
 ) -> "OrderedDict[str, Any]":
     """Return a state dict as the classes of a model write it now, or as they once did.
 
-    ``load_state_dict`` of the model migrates by itself. This function is for other tensors by name, for
-    files of older versions, and where the versions are known but not saved. The prefixes of
+    ``load_state_dict`` of the model migrates by itself. This function is for other tensors by name,
+    for files of older versions, and where the versions are known but not saved. The prefixes of
     DistributedDataParallel, FSDP, ``torch.compile`` and activation checkpointing are removed.
 
     Args:
         model: The model, whose values and versions are not used, except by functions of the user.
-        state_dict: Its old or new state dict, averages or other tensors by the names of one, or the state of
-            an optimizer whose parameters have names. It is not modified; tensors that do not change are shared.
+        state_dict: Its old or new state dict, averages or other tensors by the names of one, or the
+            state of an optimizer whose parameters have names. It is not modified; tensors that do
+            not change are shared.
         to: Versions to return to, by class. Other classes get their present version.
-        versions: Versions of a state dict that has lost its own: its ``_metadata``, or versions by class.
-            Without versions, names and shapes decide.
+        versions: Versions of a state dict that has lost its own: its ``_metadata``, or versions by
+            class. Without versions, names and shapes decide.
 
     Returns:
         The entries in the order of the model, with ``_metadata``; the others come last.
 
     Raises:
         TypeError: If an argument has another type.
-        MigrationError: If the state dict is newer than a class, may be of two versions, or a step is
-            impossible. Nothing is changed.
+        MigrationError: If the state dict is newer than a class, may be of two versions, or a step
+            is impossible. Nothing is changed.
 
     Example:
         >>> import torch
@@ -89,8 +88,8 @@ def plan(
         versions: As in ``migrate``.
 
     Returns:
-        Lines with the path of the module, its class, the versions before and after, the step, and the names and
-        shapes before and after.
+        Lines with the path of the module, its class, the versions before and after, the step, and
+        the names and shapes before and after.
 
     Raises:
         TypeError: As ``migrate``.
@@ -107,25 +106,17 @@ def plan(
         >>> print(*mig.plan(Mlp(), {"up": torch.ones(4, 2), "gate": torch.ones(4, 2)}))
         (root): Mlp 1 -> 2: merge up [4, 2], gate [4, 2] -> up_gate [8, 2]
     """
-    record: list[Record] = []
+    record: list[Change] = []
     metas = {name: without_values(value) for name, value in _checked(model, state_dict).items()}
     described = with_metadata(metas, getattr(state_dict, "_metadata", None))
     migrate_with_record(model, described, record, to=to, versions=versions)
-    return lines_of(record)
-
-
-def lines_of(record: list[Record]) -> list[str]:
-    """Return one line for each change."""
-    return [
-        f"{path or '(root)'}: {cls.__name__} {change.versions[0]} -> {change.versions[1]}: {change}"
-        for path, cls, change in record
-    ]
+    return [str(change) for change in record]
 
 
 def migrate_with_record(
     model: torch.nn.Module,
     state_dict: Mapping[str, Any],
-    record: list[Record],
+    record: list[Change],
     *,
     to: Mapping[type, int] | None = None,
     versions: Versions | None = None,
@@ -135,43 +126,45 @@ def migrate_with_record(
     model = unwrapped(model)
     if is_optimizer_state(state_dict):
         parameters = [without_wrappers(name) for name, _ in model.named_parameters()]
-        options: dict[str, Any] = {"to": to, "versions": versions}
-        migrate_names = partial(migrate_with_record, model, record=record, **options)
+        migrate_names = partial(migrate_with_record, model, record=record, to=to, versions=versions)
         return with_metadata(migrate_optimizer(state_dict, migrate_names, parameters), None)
-    _check_goals(model, to or {})
-    names = dict(state_dict)
+
+    goals = to or {}
+    _check_goals(model, goals)
+    entries = dict(state_dict)
     # A child of the model's own called ``module`` is not DistributedDataParallel's.
     if "module" not in model._modules:
-        names = {canonical: state_dict[name] for name, canonical in canonical_names(names).items()}
+        names = canonical_names(entries)
+        entries = {canonical: state_dict[name] for name, canonical in names.items()}
 
-    by_class, saved = _split_versions(versions, getattr(state_dict, "_metadata", None))
-    part = Part(names, saved)
-    modules = _walk(model, part, record, by_class, to or {}, with_wrappers=False)
-    if to:
-        return with_metadata(part.entries, part.saved)
-    present = {path: own for path, own in part.saved.items() if path in modules}
-    return with_metadata(_in_model_order(modules, part.entries), present)
+    saved_versions = _saved_versions(versions, getattr(state_dict, "_metadata", None))
+    subtree = Subtree(entries, saved_versions.by_path)
+    by_class = saved_versions.by_class
+    modules = _walk(model, subtree, record=record, by_class=by_class, to=goals)
+    if goals:
+        return with_metadata(subtree.entries, subtree.saved)
+    present = {path: metadata for path, metadata in subtree.saved.items() if path in modules}
+    return with_metadata(_in_model_order(modules, subtree.entries), present)
 
 
 def migrate_before_load(
     model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> "OrderedDict[str, Any]":
     """Return a state dict as ``model`` loads it: names keep the prefixes of wrappers."""
-    part = Part(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
-    _walk(model, part, [], {}, {}, with_wrappers=True)
-    return with_metadata(part.entries, part.saved)
+    subtree = Subtree(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
+    _walk(model, subtree, record=[], by_class={}, to={}, with_wrappers=True)
+    return with_metadata(subtree.entries, subtree.saved)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DataParallel, DistributedDataParallel and ``torch.compile``."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
     while True:
-        if isinstance(model, parallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = cast("torch.nn.Module", model._modules["_orig_mod"])
-        else:
+        name = "module" if isinstance(model, parallel) else "_orig_mod"
+        inner = model._modules.get(name)
+        if inner is None:
             return model
+        model = inner
 
 
 def _checked(model: object, state_dict: object) -> Mapping[str, Any]:
@@ -179,8 +172,9 @@ def _checked(model: object, state_dict: object) -> Mapping[str, Any]:
         raise TypeError(f"migrate: model must be a torch.nn.Module, got {torch.typename(model)}")
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"migrate: state_dict must be a mapping, got {torch.typename(state_dict)}")
-    if strange := next((name for name in state_dict if not isinstance(name, str)), None):
-        raise TypeError(f"migrate: names in a state dict are str, got {strange!r}")
+    for name in state_dict:
+        if not isinstance(name, str):
+            raise TypeError(f"migrate: names in a state dict are str, got {name!r}")
     return state_dict
 
 
@@ -188,30 +182,43 @@ def _check_goals(model: torch.nn.Module, to: Mapping[Any, Any]) -> None:
     for cls, version in to.items():
         if not isinstance(cls, type) or not isinstance(version, int):
             raise TypeError(f"migrate: to= maps classes to versions, got {cls!r}: {version!r}")
-        if not any(isinstance(each, cls) and is_declared(each) for each in model.modules()):
+        if not any(isinstance(module, cls) and is_declared(module) for module in model.modules()):
             raise MigrationError(
-                f"to={{{cls.__name__}: {version}}}: the model has no module of this class that declares "
-                "migrations"
+                f"to={{{cls.__name__}: {version}}}: the model has no module of this class that "
+                "declares migrations"
             )
 
 
-def _split_versions(versions: Versions | None, own: Any) -> tuple[dict[type, int], Saved]:
-    """Return versions by class, and metadata by the path of a module without the parts of wrappers."""
+class _SavedVersions(NamedTuple):
+    """The versions of a state dict.
+
+    Attributes:
+        by_class: The versions that the caller gave by class.
+        by_path: The metadata by the path of a module, without the segments of wrappers.
+    """
+
+    by_class: dict[type, int]
+    by_path: Saved
+
+
+def _saved_versions(versions: Versions | None, metadata: Versions | None) -> _SavedVersions:
     by_class: dict[type, int] = {}
-    by_path = dict(own or {})
+    with_wrappers = dict(metadata or {})
     for key, value in (versions or {}).items():
         if isinstance(key, type) and isinstance(value, int):
             by_class[key] = value
         elif isinstance(key, str) and isinstance(value, Mapping):
-            by_path[key] = value
+            with_wrappers[key] = value
         else:
             raise TypeError(
-                "migrate: versions= maps classes to versions, or is the _metadata of a state dict, got "
-                f"{key!r}: {value!r}"
+                "migrate: versions= maps classes to versions, or is the _metadata of a state dict, "
+                f"got {key!r}: {value!r}"
             )
-    # A module of a path has tensors of this path and one part more.
-    saved = {canonical_name(f"{path}._".lstrip("."))[:-2]: value for path, value in by_path.items()}
-    return by_class, saved
+
+    # ``canonical_name`` takes the name of a tensor, so the path of a module gets one.
+    names = {path: canonical_name(f"{path}._".lstrip(".")) for path in with_wrappers}
+    by_path = {names[path].rpartition(".")[0]: value for path, value in with_wrappers.items()}
+    return _SavedVersions(by_class, by_path)
 
 
 def _for_class(cls: type, values: Mapping[type, int]) -> int | None:
@@ -220,12 +227,12 @@ def _for_class(cls: type, values: Mapping[type, int]) -> int | None:
 
 def _walk(
     model: torch.nn.Module,
-    part: Part,
-    record: list[Record],
+    root: Subtree,
+    *,
+    record: list[Change],
     by_class: Mapping[type, int],
     to: Mapping[type, int],
-    *,
-    with_wrappers: bool,
+    with_wrappers: bool = False,
 ) -> dict[str, torch.nn.Module]:
     """Migrate the parts of all modules: upwards before their children, downwards after them.
 
@@ -234,79 +241,37 @@ def _walk(
     """
     modules: dict[str, torch.nn.Module] = {}
 
-    def run(module: Any, place: _Place, version: int | None, goal: int) -> None:
-        changes = bring(module, place.path, place.part, version, goal)
-        record.extend((place.path, type(module), change) for change in changes)
-
-    def upwards(module: Any, place: _Place) -> None:
-        modules[place.path] = module
+    def upwards(module: Any, subtree: Subtree) -> None:
+        modules[subtree.path] = module
         if module._version == 1:
             # Nothing could migrate it. Others keep what was saved: none means old, to BatchNorm.
-            place.part.saved.setdefault("", {"version": 1})
+            subtree.saved.setdefault("", {"version": 1})
         if is_declared(module):
             version = _for_class(type(module), by_class)
-            own: Any = place.part.saved.get("")
-            if version is None and isinstance(own, Mapping):
-                version = own.get("version")
-            run(module, place, version, module._version)
+            metadata: Any = subtree.saved.get("")
+            if version is None and isinstance(metadata, Mapping):
+                version = metadata.get("version")
+            record.extend(bring(module, subtree, version, module._version))
 
-    def enter(name: str, child: torch.nn.Module, parent: _Place) -> "_Place | None":
+    def enter(name: str, child: torch.nn.Module, parent: Subtree) -> Subtree | None:
         if "." in name:
             # ``setattr`` accepts such a name, and its keys may be those of another child.
             return None
-        is_wrapper_part = not with_wrappers and not without_wrappers(name)
-        place = _Place(parent.path, parent.part) if is_wrapper_part else parent.child(name)
-        upwards(child, place)
-        return place
+        is_inside_wrapper = not with_wrappers and not without_wrappers(name)
+        subtree = parent if is_inside_wrapper else parent.child(name)
+        upwards(child, subtree)
+        return subtree
 
-    def leave(module: Any, place: _Place) -> None:
-        place.join()
+    def leave(module: Any, subtree: Subtree) -> None:
+        subtree.join()
         goal = _for_class(type(module), to)
         if goal is not None and goal != module._version and is_declared(module):
-            run(module, place, module._version, goal)
+            record.extend(bring(module, subtree, module._version, goal))
 
-    root = _Place("", part)
     upwards(model, root)
     descend(model, root, enter, leave)
     leave(model, root)
     return modules
-
-
-class _Place:
-    """The part of a state dict at the path of a module, sorted by child once."""
-
-    def __init__(self, path: str, part: Part) -> None:
-        self.path = path
-        self.part = part
-        self._groups: dict[str, Part] | None = None
-
-    def child(self, name: str) -> "_Place":
-        """Return the place of a child."""
-        if self._groups is None:
-            self._groups = {}
-            for key, value in self.part.entries.items():
-                head, dot, rest = key.partition(".")
-                self._groups.setdefault(head + dot, Part({}, {})).entries[rest] = value
-            for path, own in self.part.saved.items():
-                head, _, rest = path.partition(".")
-                if path:
-                    self._groups.setdefault(f"{head}.", Part({}, {})).saved[rest] = own
-        path = f"{self.path}.{name}" if self.path else name
-        return _Place(path, self._groups.setdefault(f"{name}.", Part({}, {})))
-
-    def join(self) -> None:
-        """Put the parts of the children together."""
-        if self._groups is None:
-            return
-        part, own = self.part, self.part.saved.get("")
-        part.entries = {
-            head + rest: value
-            for head, group in self._groups.items()
-            for rest, value in group.entries.items()
-        }
-        part.saved = {} if own is None else {"": own}
-        for head, group in self._groups.items():
-            part.saved |= {(head + path).rstrip("."): kept for path, kept in group.saved.items()}
 
 
 def _in_model_order(modules: Mapping[str, torch.nn.Module], entries: Entries) -> Entries:

@@ -4,21 +4,28 @@ Steps name tensors relative to the class that declares them. A pattern matches w
 old and the new names of a step have the same wildcards, so that each renaming has an inverse.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from modkit.errors import MigrationError
-from modkit.migrations.patterns import check_pattern, compiled, filled, first_match, wildcards
+from modkit.migrations.patterns import check_pattern, filled, matches, wildcards
 
 
 Entries = dict[str, Any]
+Names: TypeAlias = str | Sequence[str]
+# A function gets the module.
+Default: TypeAlias = Tensor | Callable[[Any], Tensor]
+Sizes: TypeAlias = Sequence[int] | Callable[[Any], Sequence[int]]
 _INVERSE_KINDS: Final = {"merge": "split", "split": "merge", "drop": "add", "add": "drop"}
+# Needed by a step of these kinds for its way back.
+_NEEDED_FOR_INVERSE: Final = {"drop": "a default", "convert": "a function down="}
 
 
 class Lazy:
@@ -53,8 +60,8 @@ class Slots(dict[str, Any]):
         self.shape: torch.Size | None = next((shape for shape in shapes if shape), None)
 
 
-# A step computes from tensors of exactly these types: shards and quantized tensors would be joined or
-# split along the wrong elements.
+# A step computes from tensors of exactly these types: shards and quantized tensors would be joined
+# or split along the wrong elements.
 _COMPUTED_FROM: Final = (Lazy, Slots, Tensor, torch.nn.Parameter)
 
 
@@ -68,7 +75,6 @@ class Step:
         new: Patterns of the names after.
         up: ``up(module, *tensors)`` computes the new tensors; None if they are the old ones.
         down: The inverse of ``up``.
-        one_way: Whether there is no inverse.
         stacked: Whether the one ``*`` counts tensors that one tensor stacks.
     """
 
@@ -77,7 +83,6 @@ class Step:
     new: tuple[str, ...]
     up: Callable[..., Any] | None = None
     down: Callable[..., Any] | None = None
-    one_way: bool = False
     stacked: bool = False
 
     def __post_init__(self) -> None:
@@ -90,48 +95,50 @@ class Step:
             raise TypeError(f"{self}: all names must have the same wildcards in the same order")
 
     def __str__(self) -> str:
-        ends = (", ".join(names) for names in (self.old, self.new) if names)
-        return f"{self.kind} {' -> '.join(ends)}"
+        return _arrow(self.kind, ", ".join(self.old), ", ".join(self.new))
 
     def inverse(self) -> "Step":
         """Return the step back, or raise MigrationError."""
-        if self.one_way:
-            needed = "a default" if self.kind == "drop" else "a function down="
+        if self.down is None and self.kind in _NEEDED_FOR_INVERSE:
+            needed = _NEEDED_FOR_INVERSE[self.kind]
             raise MigrationError(f"{self} has no inverse; declare {needed}")
         kind = _INVERSE_KINDS.get(self.kind, self.kind)
-        return replace(
-            self, kind=kind, old=self.new, new=self.old, up=self.down, down=self.up, one_way=False
-        )
+        return replace(self, kind=kind, old=self.new, new=self.old, up=self.down, down=self.up)
 
 
 class Change(NamedTuple):
-    """One application of a step, with names relative to the module, and shapes.
+    """One application of a step, with names relative to the module.
 
     Attributes:
         step: The step.
         sources: The names that it takes.
         targets: The names that it makes.
-        shapes: The shape of each source, None for what is not a tensor.
-        results: The shape of each target.
-        versions: The versions before and after it.
+        inputs: The entries under ``sources``.
+        outputs: The entries under ``targets``.
+        owner: The path and the class of the module, and the versions before and after the step.
     """
 
     step: Step
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    shapes: tuple[Any, ...]
-    results: tuple[Any, ...]
-    versions: tuple[int, int] = (0, 0)
+    inputs: list[Any]
+    outputs: list[Any]
+    owner: str = ""
 
     def __str__(self) -> str:
-        before = _listed(self.sources, self.shapes)
-        after = _listed(self.targets, self.results)
-        return f"{self.step.kind} {' -> '.join(end for end in (before, after) if end)}"
+        before = _with_shapes(self.sources, self.inputs)
+        after = _with_shapes(self.targets, self.outputs)
+        return f"{self.owner}: {_arrow(self.step.kind, before, after)}"
 
 
-def _listed(names: Sequence[str], shapes: Sequence[Any]) -> str:
+def _with_shapes(names: Sequence[str], values: Sequence[Any]) -> str:
+    shapes = [shape_of(value) for value in values]
     pairs = zip(names, shapes, strict=True)
     return ", ".join(name if shape is None else f"{name} {list(shape)}" for name, shape in pairs)
+
+
+def _arrow(kind: str, before: str, after: str) -> str:
+    return f"{kind} {' -> '.join(filter(None, (before, after)))}"
 
 
 def rename(old: str, new: str) -> Step:
@@ -140,6 +147,9 @@ def rename(old: str, new: str) -> Step:
     Args:
         old: Name in older versions. ``*`` stands for one part of it, ``**`` for one or more.
         new: Name since this version, with the same wildcards.
+
+    Returns:
+        A step for :func:`declare`.
 
     Raises:
         TypeError: If the wildcards differ, or stand within a part of a name.
@@ -152,33 +162,52 @@ def rename(old: str, new: str) -> Step:
     return Step("rename", (old,), (new,))
 
 
-def drop(name: str, default: Any = None) -> Step:
+def drop(name: str, default: Default | None = None) -> Step:
     """Remove tensors that this version does not have.
 
     Args:
         name: Name in older versions.
-        default: Tensor, or ``f(module)`` that returns one, for files of an older version. Without it,
-            there is no way back.
+        default: Tensor, or ``f(module)`` that returns one, for files of an older version. Without
+            it, there is no way back.
+
+    Returns:
+        A step for :func:`declare`.
 
     Raises:
-        TypeError: If there is a default for a name with wildcards.
+        TypeError: If ``name`` is not a name or a pattern, or there is a default for a name with
+            wildcards.
+
+    Example:
+        >>> import torch
+        >>> from modkit import migrations as mig
+        >>> print(mig.drop("masked_bias", torch.tensor(-1e4)))
+        drop masked_bias
     """
     if default is None:
-        return Step("drop", (name,), (), one_way=True)
+        return Step("drop", (name,), ())
     return add(name, default).inverse()
 
 
-def add(name: str, default: Any) -> Step:
+def add(name: str, default: Default) -> Step:
     """Add a tensor that older versions do not have.
 
     Without versions, it is added where it is absent and everything else fits.
 
     Args:
         name: Its full name.
-        default: The tensor, or ``f(module)`` that returns it.
+        default: The tensor, or ``f(module)`` that returns it. It is copied.
+
+    Returns:
+        A step for :func:`declare`.
 
     Raises:
-        TypeError: If the name has wildcards.
+        TypeError: If the name has wildcards, or is not a name.
+
+    Example:
+        >>> import torch
+        >>> from modkit import migrations as mig
+        >>> print(mig.add("scale", lambda module: torch.ones(module.heads)))
+        add scale
     """
     check_pattern(name)
     if wildcards(name):
@@ -186,68 +215,84 @@ def add(name: str, default: Any) -> Step:
             f"{name!r}: a tensor with a default needs a full name; declare it on the class"
         )
 
-    def value(module: torch.nn.Module) -> Tensor:
-        found = default(module) if callable(default) else default
-        if not isinstance(found, Tensor):
+    def new_tensor(module: torch.nn.Module) -> Tensor:
+        tensor: Any = default(module) if callable(default) else default
+        if not isinstance(tensor, Tensor):
             raise MigrationError(
-                f"the default of {name} is not a tensor but {type(found).__name__}"
+                f"the default of {name} is not a tensor but {type(tensor).__name__}"
             )
-        return found.detach().clone()
+        return tensor.detach().clone()
 
-    return Step("add", (), (name,), value)
+    return Step("add", (), (name,), up=new_tensor)
 
 
-def merge(names: str | Sequence[str], new: str, dim: int | None = 0) -> Step:
+def merge(names: Names, new: str, dim: int | None = 0) -> Step:
     """Concatenate tensors of equal shape, or stack tensors with numbers in their names.
 
     Args:
-        names: Names in older versions: several, with the same wildcards; with ``dim=None`` one, whose
-            ``*`` are the numbers 0, 1, 2 and so on, such as ``"experts.*.weight"``.
+        names: Names in older versions: several, with the same wildcards; with ``dim=None`` one,
+            whose ``*`` are the numbers 0, 1, 2 and so on, such as ``"experts.*.weight"``.
         new: Name since this version.
         dim: Dimension to concatenate along; None stacks along a new first dimension.
 
+    Returns:
+        A step for :func:`declare`. Its inverse splits.
+
     Raises:
         TypeError: If the names do not fit ``dim``, or their wildcards differ.
+
+    Example:
+        >>> from modkit import migrations as mig
+        >>> print(mig.merge(["q.*", "k.*", "v.*"], "qkv.*"))
+        merge q.*, k.*, v.* -> qkv.*
     """
     return split(new, names, dim).inverse()
 
 
-def split(old: str, names: str | Sequence[str], dim: int | None = 0, sizes: Any = None) -> Step:
+def split(old: str, names: Names, dim: int | None = 0, sizes: Sizes | None = None) -> Step:
     """Split a tensor into parts.
 
     Args:
         old: Name in older versions.
-        names: Names of the parts since this version: several; with ``dim=None`` one, whose ``*`` becomes
-            0, 1, 2 and so on.
+        names: Names of the parts since this version: several; with ``dim=None`` one, whose ``*``
+            becomes 0, 1, 2 and so on.
         dim: Dimension to split along; None removes the first dimension.
         sizes: Sizes along ``dim``, or ``f(module)`` that returns them. Default: equal parts.
 
+    Returns:
+        A step for :func:`declare`. Its inverse merges.
+
     Raises:
         TypeError: If the names do not fit ``dim``, or their wildcards differ.
+
+    Example:
+        >>> from modkit import migrations as mig
+        >>> print(mig.split("up_gate", ["up", "gate"]))
+        split up_gate -> up, gate
     """
-    parts = _all(names)
-    stacked = dim is None
-    has_number = len(parts) == 1 and wildcards(parts[0]) == ["*"] and not wildcards(old)
-    if not (has_number and sizes is None if stacked else len(parts) > 1):
+    new = _as_tuple(names)
+    if dim is None:
+        has_number = len(new) == 1 and wildcards(new[0]) == ["*"] and not wildcards(old)
+        fits = has_number and sizes is None
+    else:
+        fits = len(new) > 1
+    if not fits:
         raise TypeError(
-            f"merge or split of {old!r} and {', '.join(map(repr, parts))}: dim=None needs one name with one "
-            "*, without sizes; a number needs several names"
+            f"merge or split of {old!r} and {', '.join(map(repr, new))}: dim=None needs one name "
+            "with one *, without sizes; a number needs several names"
         )
 
-    def sizes_for(module: torch.nn.Module) -> list[int] | None:
-        lengths: Any = sizes(module) if callable(sizes) else sizes
-        return None if lengths is None else list(lengths)
+    def sizes_for(module: torch.nn.Module, total: int) -> list[int]:
+        declared = sizes(module) if callable(sizes) else sizes
+        return [total // len(new)] * len(new) if declared is None else list(declared)
 
-    def apart(module: torch.nn.Module, whole: Tensor) -> list[Tensor]:
+    def divide(module: torch.nn.Module, whole: Tensor) -> list[Tensor]:
         if dim is None:
             return list(whole.unbind(0))
-        lengths = sizes_for(module)
-        if lengths is None and whole.shape[dim] % len(parts):
-            raise MigrationError(
-                f"{whole.shape[dim]} is not divisible into {len(parts)} equal parts"
-            )
-        lengths = lengths or [whole.shape[dim] // len(parts)] * len(parts)
-        return list(whole.split(lengths, dim))
+        total = whole.shape[dim]
+        if sizes is None and total % len(new):
+            raise MigrationError(f"{total} is not divisible into {len(new)} equal parts")
+        return list(whole.split(sizes_for(module, total), dim))
 
     def join(module: torch.nn.Module, *tensors: Tensor) -> Tensor:
         if len({tensor.dtype for tensor in tensors}) > 1:
@@ -255,29 +300,31 @@ def split(old: str, names: str | Sequence[str], dim: int | None = 0, sizes: Any 
             raise MigrationError(f"the tensors have several dtypes: {dtypes}")
         if dim is None:
             return torch.stack(tensors)
+
         lengths = [tensor.shape[dim] for tensor in tensors]
-        expected = sizes_for(module) or [lengths[0]] * len(lengths)
+        expected = sizes_for(module, lengths[0] * len(lengths))
         if lengths != expected:
             # The way back could not tell where one ends.
             raise MigrationError(
-                f"the sizes along dim={dim} are {lengths}, not {expected}; convert() joins tensors of "
-                "any sizes"
+                f"the sizes along dim={dim} are {lengths}, not {expected}; convert() joins tensors "
+                "of any sizes"
             )
         return torch.cat(tensors, dim)
 
-    return Step("split", (old,), parts, apart, join, stacked=stacked)
+    return Step("split", (old,), new, up=divide, down=join, stacked=dim is None)
 
 
 def convert(
-    names: str | Sequence[str],
+    names: Names,
     up: Callable[..., Any],
     down: Callable[..., Any] | None = None,
-    new: str | Sequence[str] | None = None,
+    new: Names | None = None,
 ) -> Step:
     """Compute tensors: transposes, interleaved heads, and all that no other step does.
 
-    Functions take the tensors, or the module and the tensors if they have one required argument more.
-    They return a tensor or a list. They must also work on meta tensors, which is how shapes are found.
+    Functions take the tensors, or the module and the tensors if they have one required argument
+    more. They return a tensor or a list. They must also work on meta tensors, which is how shapes
+    are found.
 
     Args:
         names: One or several names in older versions.
@@ -285,17 +332,26 @@ def convert(
         down: Computes the old tensors from the new ones. Without it, there is no way back.
         new: One or several names since this version. Default: ``names``.
 
+    Returns:
+        A step for :func:`declare`.
+
     Raises:
         TypeError: If the wildcards differ, or a function cannot be called.
+
+    Example:
+        >>> import torch
+        >>> from modkit import migrations as mig
+        >>> print(mig.convert("c_attn.weight", torch.t, torch.t))
+        convert c_attn.weight -> c_attn.weight
     """
-    old = _all(names)
-    targets = old if new is None else _all(new)
+    old = _as_tuple(names)
+    targets = old if new is None else _as_tuple(new)
     upward = _with_module(up, len(old))
     downward = None if down is None else _with_module(down, len(targets))
-    return Step("convert", old, targets, upward, downward, one_way=down is None)
+    return Step("convert", old, targets, up=upward, down=downward)
 
 
-def _all(names: str | Sequence[str]) -> tuple[str, ...]:
+def _as_tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -313,13 +369,13 @@ def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]
         # Functions of torch that are written in C++ have no signature, and take tensors.
         return without_module
 
-    required = [
-        one
-        for one in parameters
-        if one.default is one.empty and one.kind in {one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD}
-    ]
-    has_rest = any(one.kind is one.VAR_POSITIONAL for one in parameters)
-    if len(required) == count + 1 or (has_rest and len(required) == 1):
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(
+        parameter.kind in positional and parameter.default is parameter.empty
+        for parameter in parameters
+    )
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
+    if required == count + 1 or (takes_any and required == 1):
         return function
     return without_module
 
@@ -328,48 +384,61 @@ def shape_of(value: Any) -> torch.Size | None:
     """Return the shape of an entry; None if it has none."""
     if isinstance(value, Lazy):
         return value.meta.shape
-    if isinstance(value, Slots):
-        return value.shape
-    return value.shape if isinstance(value, Tensor) else None
+    return value.shape if isinstance(value, (Tensor, Slots)) else None
 
 
-def apply(step: Step, module: torch.nn.Module, entries: Entries, changes: list[Change]) -> Entries:
-    """Return the entries after a step, all applications of which happen at once.
+def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]:
+    """Return all applications of a step, which happen at once.
 
-    New entries take the place of the first one that they are made of; the others come last.
+    Raises:
+        MigrationError: If the step is impossible.
     """
-    placed: dict[str, Entries] = {}
-    gone: set[str] = set()
-    for sources, patterns, values in _applications(step, entries):
+    changes: list[Change] = []
+    for sources, values in _applications(step, entries):
         inputs = [entries[name] for name in sources]
-        results = inputs if step.up is None else _computed(step, module, sources, inputs)
-        if step.stacked and wildcards(patterns[0]):
-            targets = tuple(filled(patterns[0], [str(number)]) for number in range(len(results)))
-        else:
-            targets = tuple(filled(pattern, values) for pattern in patterns)
+        outputs = inputs if step.up is None else _computed(step, module, sources, inputs)
         if step.kind == "drop":
-            results = []
-        if len(results) != len(targets):
-            raise MigrationError(f"{step}: {len(results)} tensors for {len(targets)} names")
-        gone.update(sources)
-        placed[(sources or targets)[0]] = dict(zip(targets, results, strict=True))
-        shapes = tuple(map(shape_of, inputs)), tuple(map(shape_of, results))
-        changes.append(Change(step, sources, targets, *shapes))
-    if not placed:
-        return entries
+            outputs = []
 
-    kept = [name for name in entries if name not in gone]
-    mixed = None if step.stacked else first_match(step.new, kept)
-    if mixed is not None:
-        raise MigrationError(
-            f"{step}: {mixed[0]} is there already and also matches {mixed[1]}, so that there would be no "
-            "way back; name the tensors more exactly"
-        )
+        if step.stacked and wildcards(step.new[0]):
+            numbers = map(str, range(len(outputs)))
+            targets = tuple(filled(step.new[0], [number]) for number in numbers)
+        else:
+            targets = tuple(filled(pattern, values) for pattern in step.new)
+        if len(outputs) != len(targets):
+            raise MigrationError(f"{step}: {len(outputs)} tensors for {len(targets)} names")
+        changes.append(Change(step, sources, targets, inputs=inputs, outputs=outputs))
+    return changes
+
+
+def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries:
+    """Return the entries after the applications of a step.
+
+    New entries take the position of the first one that they are made of; the others come last.
+
+    Raises:
+        MigrationError: If two entries would have one name, or there would be no way back.
+    """
+    # A name that is consumed may be given anew: steps exchange names.
+    consumed = {name for change in changes for name in change.sources}
+    remaining = [name for name in entries if name not in consumed]
+    for pattern in step.new:
+        if wildcards(pattern) and not step.stacked:
+            for match in matches(pattern, remaining):
+                raise MigrationError(
+                    f"{step}: {match[0]} is there already and also matches {pattern}, so that "
+                    "there would be no way back; name the tensors more exactly"
+                )
+
+    # Groups of new entries by the entry whose position they take.
+    groups: dict[str, Entries] = {
+        name: {} if name in consumed else {name: value} for name, value in entries.items()
+    }
+    for change in changes:
+        position = change.sources[0] if change.sources else ""
+        groups.setdefault(position, {}).update(zip(change.targets, change.outputs, strict=True))
     result: Entries = {}
-    places = (
-        {name: entries[name]} if name not in gone else placed.pop(name, {}) for name in entries
-    )
-    for group in (*places, *placed.values()):
+    for group in groups.values():
         for name, value in group.items():
             if name in result:
                 raise MigrationError(f"{step}: two tensors would get the name {name}")
@@ -377,55 +446,53 @@ def apply(step: Step, module: torch.nn.Module, entries: Entries, changes: list[C
     return result
 
 
-_Application = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+class _Application(NamedTuple):
+    """The tensors that a step takes at once, and the values of wildcards in their names."""
+
+    sources: tuple[str, ...]
+    values: tuple[str, ...]
 
 
-def _applications(step: Step, names: Mapping[str, Any]) -> Iterable[_Application]:
-    """Return for each application of a step its sources, target patterns and values of wildcards."""
+def _applications(step: Step, names: Mapping[str, Any]) -> Iterator[_Application]:
+    """Yield each application of a step.
+
+    Raises:
+        MigrationError: If some of the tensors that belong together are absent.
+    """
     if not step.old:
-        return [((), step.new, ())]
-    if step.stacked and wildcards(step.old[0]):
-        return _stack(step, names)
+        yield _Application((), ())
+        return
 
+    # Only one side of such a step has the numbers.
+    stacks = step.stacked and bool(wildcards(step.old[0]))
+    # The names that belong together: by their patterns, or by their numbers in a stack.
     groups: dict[tuple[str, ...], dict[str, str]] = {}
     for pattern in step.old:
-        if not wildcards(pattern):
-            if pattern in names:
-                groups.setdefault((), {})[pattern] = pattern
-            continue
-        for name in names:
-            if match := compiled(pattern).fullmatch(name):
-                groups.setdefault(match.groups(), {})[pattern] = name
+        for match in matches(pattern, names):
+            if not stacks:
+                groups.setdefault(match.groups(), {})[pattern] = match[0]
+            elif match[1].isdecimal():
+                groups.setdefault((), {})[match[1]] = match[0]
 
-    applications: list[_Application] = []
     for values, members in groups.items():
-        if len(members) < len(step.old):
-            absent = next(filled(each, values) for each in step.old if each not in members)
-            there = next(iter(members.values()))
-            raise MigrationError(f"{step}: there is {there}, but no {absent}")
-        applications.append((tuple(members[each] for each in step.old), step.new, values))
-    return applications
-
-
-def _stack(step: Step, names: Mapping[str, Any]) -> list[_Application]:
-    """Return the sources of a stack in the order of their numbers."""
-    matches = [match for name in names if (match := compiled(step.old[0]).fullmatch(name))]
-    numbered = {int(match[1]): match[0] for match in matches if match[1].isdecimal()}
-    if not numbered:
-        return []
-    gaps = [number for number in range(max(numbered) + 1) if number not in numbered]
-    if gaps:
-        absent = filled(step.old[0], [str(gaps[0])])
-        raise MigrationError(f"{step}: there is {numbered[max(numbered)]}, but no {absent}")
-    return [(tuple(numbered[number] for number in sorted(numbered)), step.new, ())]
+        # Compared as text: a number in a file may have any number of digits, or zeros before it.
+        keys = tuple(map(str, range(len(members)))) if stacks else step.old
+        absent = [key for key in keys if key not in members]
+        if absent:
+            name = filled(step.old[0], absent) if stacks else filled(absent[0], values)
+            others = [members[key] for key in members if key not in keys]
+            present = (others or [*members.values()])[0]
+            raise MigrationError(f"{step}: there is {present}, but no {name}")
+        yield _Application(tuple(members[key] for key in keys), values)
 
 
 def _computed(
     step: Step, module: torch.nn.Module, names: Sequence[str], values: Sequence[Any]
 ) -> list[Any]:
+    """Return what a step computes, of the kind that it is computed from."""
     for name, value in zip(names, values, strict=True):
-        if type(value) not in _COMPUTED_FROM or getattr(value, "is_quantized", False):
-            is_quantized = type(value) in _COMPUTED_FROM
+        is_quantized = getattr(value, "is_quantized", False)
+        if type(value) not in _COMPUTED_FROM or is_quantized:
             kind = "quantized tensor" if is_quantized else type(value).__name__
             # Names do not show that a step which keeps them was done.
             error = UndecidableError if step.old == step.new else MigrationError
@@ -433,6 +500,7 @@ def _computed(
                 f"{step}: {name} is a {kind}; migrate the full state dict, before its tensors are "
                 "sharded or quantized"
             )
+
     if any(isinstance(value, Slots) for value in values):
         return _computed_slots(step, module, names, values)
     if any(isinstance(value, Lazy) for value in values):
@@ -443,23 +511,28 @@ def _computed(
 def _results(step: Step, module: torch.nn.Module, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Call the function of a step; results have memory of their own."""
     assert step.up is not None
+
     try:
         with torch.no_grad():
-            found = step.up(module, *tensors)
-            results = [found] if isinstance(found, Tensor) else list(found)
-            return [_with_own_memory(one) for one in results]
+            output = step.up(module, *tensors)
+            outputs = [output] if isinstance(output, Tensor) else list(output)
+            return [_with_own_memory(tensor) for tensor in outputs]
     except MigrationError as error:
         raise MigrationError(f"{step}: {error}") from error
     except Exception as error:
-        on_meta = " on meta tensors" if any(one.is_meta for one in tensors) else ""
-        text = str(error).partition("\n")[0]
+        # A function of the user may raise anything; its first line says enough.
+        first_line = str(error).partition("\n")[0]
+        reason = f"{type(error).__name__}: {first_line}"
+        if not any(tensor.is_meta for tensor in tensors):
+            raise MigrationError(f"{step} failed: {reason}") from error
+
         # A function that needs values, such as ``tolist()`` or NumPy, says so.
-        kind = UndecidableError if on_meta and "meta" in text else MigrationError
-        raise kind(f"{step} failed{on_meta}: {type(error).__name__}: {text}") from error
+        kind = UndecidableError if "meta" in first_line else MigrationError
+        raise kind(f"{step} failed on meta tensors: {reason}") from error
 
 
 def _with_own_memory(tensor: Tensor) -> Tensor:
-    """Copy a view of a larger tensor: it would be saved with all of that, or shared with other views."""
+    """Copy a view of a larger tensor: it would be saved with all of that, or shared with others."""
     if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
@@ -467,51 +540,59 @@ def _with_own_memory(tensor: Tensor) -> Tensor:
 
 def _computed_later(step: Step, module: torch.nn.Module, values: Sequence[Any]) -> list[Any]:
     """Compute dtypes and shapes now, and tensors when they are read."""
-    metas = _results(
-        step, module, [one.meta if isinstance(one, Lazy) else one.to("meta") for one in values]
-    )
-    # Parts of one tensor are usually read one after the other: it is read once, and each part is freed
-    # as soon as it has been taken.
-    parts: dict[int, Tensor] = {}
+    metas = [value.meta if isinstance(value, Lazy) else value.to("meta") for value in values]
+    # Parts of one tensor are usually read one after the other: it is read once, and each part is
+    # freed as soon as it has been taken.
+    unread: dict[int, Tensor] = {}
 
     def read(number: int) -> Tensor:
-        if number not in parts:
-            tensors = [one.read() if isinstance(one, Lazy) else one for one in values]
-            parts.update(enumerate(_results(step, module, tensors)))
-        return parts.pop(number)
+        if number not in unread:
+            tensors = [value.read() if isinstance(value, Lazy) else value for value in values]
+            unread.update(enumerate(_results(step, module, tensors)))
+        return unread.pop(number)
 
-    return [Lazy(meta, partial(read, number)) for number, meta in enumerate(metas)]
+    results = _results(step, module, metas)
+    return [Lazy(meta, partial(read, number)) for number, meta in enumerate(results)]
 
 
 def _computed_slots(
     step: Step, module: torch.nn.Module, names: Sequence[str], values: Sequence[Slots]
 ) -> list[Slots]:
-    """Merge or split the state of an optimizer: each tensor as the parameter, scalars as they are."""
+    """Merge or split the state of an optimizer: tensors as the parameter, scalars as they are."""
     if step.kind not in {"merge", "split"}:
         raise UndecidableError(
             f"{step}: the state of an optimizer for {names[0]} cannot be computed"
         )
-    count = len(step.new)
-    sources = [source for each in values for source in each.sources]
-    results: list[dict[str, Any]] = []
-    for slot in dict.fromkeys(slot for each in values for slot in each):
-        parts = [each.get(slot) for each in values]
+
+    inputs = {key: [slots.get(key) for slots in values] for slots in values for key in slots}
+    outputs: dict[str, list[Any]] = {}
+    for key, tensors in inputs.items():
+        pairs = zip(tensors, values, strict=True)
         if all(
-            isinstance(part, Tensor) and part.shape == each.shape
-            for part, each in zip(parts, values, strict=True)
+            isinstance(tensor, Tensor) and tensor.shape == slots.shape for tensor, slots in pairs
         ):
-            made: list[Any] = _computed(step, module, names, parts)
-            count = len(made)
-        elif all(_is_scalar(part) and bool(part == parts[0]) for part in parts):
-            made = parts[:1] * count
-        else:
+            outputs[key] = _computed(step, module, names, tensors)
+
+    if not outputs and step.stacked and wildcards(step.new[0]):
+        raise MigrationError(
+            f"{step}: the optimizer has no tensors for {names[0]}, so the number of parts is "
+            "unknown"
+        )
+    count = len(next(iter(outputs.values()), step.new))
+    for key, scalars in inputs.items():
+        if key in outputs:
+            continue
+        if not all(_is_scalar(scalar) and bool(scalar == scalars[0]) for scalar in scalars):
             raise MigrationError(
-                f"{step}: {slot!r} of the optimizer differs among {', '.join(names)}"
+                f"{step}: {key!r} of the optimizer differs among {', '.join(names)}"
             )
-        results = results or [{} for _ in made]
-        for result, part in zip(results, made, strict=True):
-            result[slot] = part.clone() if isinstance(part, Tensor) else part
-    return [Slots(result, sources) for result in results or [{} for _ in range(count)]]
+        # Copied: an optimizer changes the ``step`` of each parameter in place.
+        outputs[key] = [copy.deepcopy(scalars[0]) for _ in range(count)]
+
+    sources = [source for slots in values for source in slots.sources]
+    return [
+        Slots({key: outputs[key][number] for key in inputs}, sources) for number in range(count)
+    ]
 
 
 def _is_scalar(value: Any) -> bool:

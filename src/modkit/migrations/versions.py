@@ -1,15 +1,26 @@
-"""The part of a state dict that belongs to one module: its version, and the steps to another one."""
+"""The entries of one module in a state dict: their version, and the steps to another one."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from modkit._renames import beginnings, paths_after
 from modkit.averaging.names import canonical_name
 from modkit.errors import MigrationError
-from modkit.migrations.patterns import compiled
-from modkit.migrations.steps import Change, Entries, Lazy, Step, UndecidableError, apply, shape_of
+from modkit.migrations.patterns import matches
+from modkit.migrations.steps import (
+    Change,
+    Entries,
+    Lazy,
+    Step,
+    UndecidableError,
+    apply,
+    replaced,
+    shape_of,
+)
 from modkit.nn._load_tensor import PLAIN
 
 
@@ -17,17 +28,55 @@ from modkit.nn._load_tensor import PLAIN
 Saved = dict[str, dict[str, Any]]
 
 
-class Part:
+@dataclass
+class Subtree:
     """The entries of a state dict for a module and all below it.
 
     Attributes:
         entries: The entries by their names relative to the module.
         saved: The metadata of modules by their paths relative to this one, whose own is "".
+        path: The path of the module in the model.
     """
 
-    def __init__(self, entries: Entries, saved: Saved) -> None:
-        self.entries = entries
-        self.saved = saved
+    entries: Entries
+    saved: Saved
+    path: str = ""
+    # Sorted once, for all children: by the first segment of names, with the dot behind it.
+    _groups: "dict[str, Subtree]" = field(default_factory=dict)
+
+    def child(self, name: str) -> "Subtree":
+        """Return the entries of a child; :meth:`join` puts them back when they have changed."""
+        if not self._groups:
+            for key, value in self.entries.items():
+                head, dot, rest = key.partition(".")
+                self._group(head + dot).entries[rest] = value
+            for path, metadata in self.saved.items():
+                head, _, rest = path.partition(".")
+                if path:
+                    self._group(f"{head}.").saved[rest] = metadata
+        return self._group(f"{name}.")
+
+    def _group(self, head: str) -> "Subtree":
+        if head not in self._groups:
+            prefix = f"{self.path}." if self.path else ""
+            self._groups[head] = Subtree({}, {}, prefix + head.removesuffix("."))
+        return self._groups[head]
+
+    def join(self) -> None:
+        """Put the parts of the children together."""
+        if not self._groups:
+            return
+
+        self.entries = {
+            head + rest: value
+            for head, group in self._groups.items()
+            for rest, value in group.entries.items()
+        }
+        self.saved = {path: metadata for path, metadata in self.saved.items() if not path}
+        for head, group in self._groups.items():
+            for path, metadata in group.saved.items():
+                self.saved[(head + path).rstrip(".")] = metadata
+        self._groups = {}
 
 
 def table_of(cls: type) -> dict[int, list[Step]]:
@@ -44,13 +93,12 @@ def is_declared(module: torch.nn.Module) -> bool:
     return hasattr(type(module), "__migrations__")
 
 
-def bring(module: Any, path: str, part: Part, version: Any, goal: int) -> list[Change]:
-    """Bring the part of one module from a version, or None if it is unknown, to another one.
+def bring(module: Any, subtree: Subtree, version: Any, goal: int) -> list[Change]:
+    """Bring the entries of one module from a version, or None if it is unknown, to another one.
 
     Args:
         module: The module, whose class declares migrations.
-        path: Its path in the model, for messages.
-        part: Its part of the state dict, which is changed.
+        subtree: Its entries, which are changed.
         version: The version that was saved.
         goal: The version to reach.
 
@@ -58,168 +106,166 @@ def bring(module: Any, path: str, part: Part, version: Any, goal: int) -> list[C
         What was done.
 
     Raises:
-        MigrationError: If that is impossible; the part is unchanged.
+        MigrationError: If that is impossible; nothing is changed.
     """
-    cls, newest = type(module), module._version
-    label = f"{path or '(root)'}: {cls.__name__}"
+    cls = type(module)
+    newest = module._version
+    label = f"{subtree.path or '(root)'}: {cls.__name__}"
     if not 1 <= goal <= newest:
         raise MigrationError(f"{label} has versions 1 to {newest}, not {goal}")
+    # ``_metadata`` comes from a file.
     if version is not None and not isinstance(version, int):
-        # ``_metadata`` comes from a file.
         raise MigrationError(f"{label} was saved in version {version!r}, which is not a number")
     if version is not None and version > newest:
         raise MigrationError(
-            f"{label} was saved in version {version}, and this class has version {newest}: update the package "
-            f"that defines it, or let the newer one write version {newest}"
+            f"{label} was saved in version {version}, and this class has version {newest}: update "
+            f"the package that defines it, or let the newer one write version {newest}"
         )
 
     changes: list[Change] = []
-    # A part that was left out of a state dict without versions is not filled with defaults.
-    if part.entries or version is not None:
+    # A module that was left out of a state dict without versions is not filled with defaults.
+    if subtree.entries or version is not None:
         try:
-            since = version_of(module, part.entries) if version is None else version
-            changes, part.entries, part.saved = _stepped(module, part, since, goal)
+            since = version_of(module, subtree.entries) if version is None else version
+            stepped = _stepped(module, subtree, since, goal)
         except MigrationError as error:
             raise MigrationError(f"{label}: {error}") from error
-    part.saved[""] = {**(part.saved.get("") or {}), "version": goal}
+        subtree.entries = stepped.entries
+        subtree.saved = stepped.saved
+        changes = [change._replace(owner=f"{label} {change.owner}") for change in stepped.changes]
+    subtree.saved[""] = {**(subtree.saved.get("") or {}), "version": goal}
     return changes
 
 
-def _stepped(
-    module: torch.nn.Module, part: Part, since: int, goal: int
-) -> tuple[list[Change], Entries, Saved]:
-    """Return what the steps between two versions do, with the entries and metadata after them."""
-    entries, saved = part.entries, dict(part.saved)
+class _Stepped(NamedTuple):
+    """The entries of a module after the steps between two versions."""
+
+    entries: Entries
+    saved: Saved
+    changes: list[Change]
+
+
+def _stepped(module: torch.nn.Module, subtree: Subtree, since: int, goal: int) -> _Stepped:
+    entries = subtree.entries
+    saved = dict(subtree.saved)
     changes: list[Change] = []
     for versions, step in _steps_between(type(module), since, goal):
-        made: list[Change] = []
-        before, entries = entries, apply(step, module, entries, made)
-        if step.kind == "rename" and made:
-            new_names = {change.sources[0]: change.targets[0] for change in made}
-            saved = _moved(saved, moved_modules(before, new_names))
-        changes += (change._replace(versions=versions) for change in made)
-    return changes, entries, saved
+        applied = apply(step, module, entries)
+        if not applied:
+            continue
+
+        if step.kind == "rename":
+            renamed = {change.sources[0]: change.targets[0] for change in applied}
+            saved = _moved(saved, {name: name for name in entries} | renamed)
+        entries = replaced(step, entries, applied)
+        changes += (change._replace(owner=versions) for change in applied)
+    return _Stepped(entries, saved, changes)
 
 
-def _steps_between(cls: type, since: int, goal: int) -> list[tuple[tuple[int, int], Step]]:
+def _steps_between(cls: type, since: int, goal: int) -> list[tuple[str, Step]]:
     """Return the steps from one version to another, each with the versions before and after it."""
-    table = table_of(cls)
-    if since <= goal:
-        upwards = [version for version in table if since < version <= goal]
-        return [((version - 1, version), step) for version in upwards for step in table[version]]
-    downwards = [version for version in reversed(table) if goal < version <= since]
-    return [
-        ((version, version - 1), step.inverse())
-        for version in downwards
-        for step in reversed(table[version])
+    upwards = [
+        (f"{version - 1} -> {version}", step)
+        for version, steps in table_of(cls).items()
+        for step in steps
+        if since < version <= goal
     ]
+    downwards = [
+        (f"{version} -> {version - 1}", step.inverse())
+        for version, steps in reversed(table_of(cls).items())
+        for step in reversed(steps)
+        if goal < version <= since
+    ]
+    return upwards or downwards
 
 
-def moved_modules(names: Iterable[str], new_names: Mapping[str, str]) -> dict[str, str]:
-    """Return the new path of each module all of whose tensors were renamed alike.
-
-    Args:
-        names: All names before.
-        new_names: The new names of those that were renamed.
-    """
-    homes: dict[str, set[str]] = {}
-    for name in names:
-        target = new_names.get(name)
-        path, _, leaf = name.rpartition(".")
-        rest = f".{leaf}"
-        while path:
-            home = path if target is None else ""
-            if target is not None and target.endswith(rest):
-                home = target[: -len(rest)]
-            homes.setdefault(path, set()).add(home)
-            path, _, last = path.rpartition(".")
-            rest = f".{last}{rest}"
-
-    moved: dict[str, str] = {}
-    for old, found in homes.items():
-        new = found.pop()
-        # A module within its old self is another module: it has no version yet.
-        nested = f"{new}.".startswith(f"{old}.") or f"{old}.".startswith(f"{new}.")
-        if not found and new and not nested:
-            moved[old] = new
-    return moved
-
-
-def _moved(saved: Saved, moved: Mapping[str, str]) -> Saved:
+def _moved(saved: Saved, new_names: Mapping[str, str]) -> Saved:
     """Return the metadata under the new paths of modules, so that each finds its version."""
-    result: Saved = {}
+    moved: dict[str, str] = {}
+    for path, (new_path, *other_paths) in paths_after(new_names).items():
+        if not path or not new_path or other_paths:
+            continue
+        # A module within its old self, or around it, is another module: it has no version yet.
+        if path not in beginnings(new_path) and new_path not in beginnings(path):
+            moved[path] = new_path
+
     taken = {*moved.values()}
-    for path, own in saved.items():
-        home, rest = path, ""
-        while home and home not in moved:
-            home, _, last = home.rpartition(".")
-            rest = f".{last}{rest}"
-        if home:
-            result[moved[home] + rest] = own
-        elif not any(f"{path}.".startswith(f"{new}.") for new in taken):
-            result[path] = own
+    result: Saved = {}
+    for path, metadata in saved.items():
+        origins = [above for above in beginnings(path) if above in moved]
+        if origins:
+            result[moved[origins[-1]] + path.removeprefix(origins[-1])] = metadata
+        elif taken.isdisjoint(beginnings(path)):
+            result[path] = metadata
     return result
 
 
 class _Reading(NamedTuple):
-    """The result for a part without a version if it were of one version."""
+    """Entries without a version, read as those of one version, and migrated."""
 
     version: int
     misfits: list[str]
     renamed: set[str]
-    complete: bool
+    is_complete: bool
     effects: list[tuple[Step, tuple[str, ...]]]
 
     def rank(self) -> tuple[float, bool]:
         """Return a lower value for a better fit."""
-        # A renamed tensor of another shape has the new name at least, and does not fit under the old one.
+        # A renamed tensor of another shape has the new name at least, and does not fit under the
+        # old one.
         half = len(self.renamed.intersection(self.misfits)) / 2
-        return len(self.misfits) - half, not self.complete
+        return len(self.misfits) - half, not self.is_complete
 
 
 def version_of(module: Any, entries: Entries) -> int:
-    """Return the version of a part without one: that with which it fits the module best.
+    """Return the version of entries without one: that with which they fit the module best.
 
     Raises:
-        MigrationError: If two versions fit, and their steps differ, if it fits with none because a step
-            is impossible, or if a step cannot be tried out without values.
+        MigrationError: If two versions fit, and their steps differ, if they fit with none because a
+            step is impossible, or if a step cannot be tried out without values.
     """
     cls = type(module)
-    expected = {
-        without_wrappers(name): _shape(value) for name, value in module.state_dict().items()
-    }
-    metas = {name: without_values(value) for name, value in entries.items()}
+    expected = {without_wrappers(name): value for name, value in module.state_dict().items()}
+    metas = Subtree({name: without_values(value) for name, value in entries.items()}, {})
     readings: list[_Reading] = []
-    failures: list[tuple[int, MigrationError]] = []
+    failures: dict[int, MigrationError] = {}
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
         try:
-            changes, made, _ = _stepped(module, Part(metas, {}), since, module._version)
+            stepped = _stepped(module, metas, since, module._version)
         except UndecidableError:
             raise
         except MigrationError as error:
-            failures.append((since, error))
+            # Without its traceback, which refers to this frame: a reference cycle.
+            failures[since] = error.with_traceback(None)
             continue
-        misfits = [name for name, value in made.items() if not _fits(name, value, expected)]
+        result = stepped.entries
+        misfits = [name for name in result if not _fits(name, result[name], expected)]
         renamed: set[str] = set()
-        for change in changes:
+        for change in stepped.changes:
             if change.step.kind == "rename":
                 renamed.update(expected.keys() & change.targets)
             else:
                 renamed.difference_update(change.targets)
-        complete = not misfits and expected.keys() == made.keys()
+        is_complete = not misfits and expected.keys() == result.keys()
         # A tensor that is added overwrites nothing of the file.
-        effects = [(change.step, change.sources) for change in changes if change.sources]
-        readings.append(_Reading(since, misfits, renamed, complete, effects))
+        effects = [(change.step, change.sources) for change in stepped.changes if change.sources]
+        readings.append(_Reading(since, misfits, renamed, is_complete, effects))
 
     best = min(readings, key=_Reading.rank)
-    for since, failure in failures:
+    for since, failure in failures.items():
         # Old names are there, and the step that they need is impossible.
-        steps = _steps_between(cls, since, module._version)
-        if any(_takes(step, name) for _, step in steps for name in best.misfits):
-            raise failure
+        for _, step in _steps_between(cls, since, module._version):
+            if any(True for pattern in step.old for _ in matches(pattern, best.misfits)):
+                try:
+                    raise failure
+                finally:
+                    del failure
+                    failures.clear()
     for other in readings:
         if other.rank() == best.rank() and other.effects != best.effects:
-            source = next(each[1][0] for each in other.effects if each not in best.effects)
+            source = next(
+                names[0] for step, names in other.effects if (step, names) not in best.effects
+            )
             raise MigrationError(
                 f"the state dict has no version, and {source} may be of version {other.version} or "
                 f"{best.version}; say which: migrate(model, state_dict, "
@@ -228,8 +274,18 @@ def version_of(module: Any, entries: Entries) -> int:
     return best.version
 
 
+def _fits(name: str, value: Any, expected: Entries) -> bool:
+    """Return True if the module has an entry of this name and shape, or of no shape yet."""
+    if name not in expected:
+        return False
+    own_value = expected[name]
+    is_lazy = isinstance(own_value, Tensor) and torch.nn.parameter.is_lazy(own_value)
+    shapes = {None if is_lazy else shape_of(own_value), shape_of(value)}
+    return len(shapes) == 1 or None in shapes
+
+
 def without_values(value: Any) -> Any:
-    """Return an entry that has the dtype and shape of a tensor; other entries are returned as they are."""
+    """Return an entry with the dtype and shape of a tensor; others are returned as they are."""
     # Shards and quantized tensors stay what they are, as a step may refuse them.
     if type(value) not in PLAIN or value.is_quantized:
         return value
@@ -237,21 +293,5 @@ def without_values(value: Any) -> Any:
 
 
 def without_wrappers(name: str) -> str:
-    """Return a name without the parts of wrappers, but with ``module``, which may be a child's name."""
+    """Return a name without the parts of wrappers; ``module`` may be a child's, and stays."""
     return canonical_name(f"_.{name}")[2:]
-
-
-def _shape(value: Any) -> torch.Size | None:
-    is_lazy = isinstance(value, Tensor) and torch.nn.parameter.is_lazy(value)
-    return None if is_lazy else shape_of(value)
-
-
-def _takes(step: Step, name: str) -> bool:
-    return any(compiled(pattern).fullmatch(name) for pattern in step.old)
-
-
-def _fits(name: str, value: Any, expected: Mapping[str, torch.Size | None]) -> bool:
-    if name not in expected:
-        return False
-    wanted, shape = expected[name], shape_of(value)
-    return wanted is None or shape is None or shape == wanted

@@ -10,6 +10,8 @@ import torch
 from modkit._messages import add_note
 from modkit._mismatches import explain, shapes_of
 from modkit._namespace import publish
+from modkit._renames import beginnings, paths_after
+from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
 from modkit.nn._load_plan import tensors_of
 from modkit.nn._load_state_dict import run_load
@@ -17,6 +19,7 @@ from modkit.nn._load_tensor import check
 from modkit.nn._overrides import TorchModule, is_standard
 
 
+# A table for a terminal: a model with another head differs in a few names.
 _MOST_ROWS = 20
 _LONGEST_NAME = 60
 
@@ -42,6 +45,7 @@ class Matched:
         )
         rows = [("skipped", name, reason) for name, reason in self.skipped.items()]
         rows += [("missing", name, "keeps its value") for name in self.missing]
+
         shown = [(kind, _shortened(name), reason) for kind, name, reason in rows[:_MOST_ROWS]]
         width = max((len(name) for _, name, _ in shown), default=0)
         lines = [f"  {kind}  {name:{width}}  {reason}" for kind, name, reason in shown]
@@ -72,15 +76,15 @@ def load_matching(
     Args:
         model: Any ``torch.nn.Module``.
         state_dict: Names to tensors, as ``state_dict()`` returns them.
-        strip: The beginning of names to remove, such as ``"module."``, or several of them, removed one
-            after the other. Names without it stay.
+        strip: The beginning of names to remove, such as ``"module."``, or several of them, removed
+            one after the other. Names without it stay.
         rename: Old names, or their first parts, to new ones: ``{"head": "classifier"}`` renames
-            ``head.weight``, and the longest key counts. Or a function from an old name to the new one.
-            It is applied after ``strip``.
+            ``head.weight``, and the longest key counts. Or a function from an old name to the new
+            one. It is applied after ``strip``.
 
     Returns:
-        The names that were loaded, skipped and are missing. A tied parameter is loaded if one of its
-        names is.
+        The names that were loaded, skipped and are missing. A tied parameter is loaded if one of
+        its names is.
 
     Raises:
         NameMismatchError: If no entry fits. The note below it says why.
@@ -91,7 +95,8 @@ def load_matching(
     Example:
         >>> import modkit, torch
         >>> model = torch.nn.Linear(2, 3)
-        >>> modkit.load_matching(model, {"net.weight": torch.ones(3, 2), "net.bias": torch.ones(5)}, strip="net.")
+        >>> old = {"net.weight": torch.ones(3, 2), "net.bias": torch.ones(5)}
+        >>> modkit.load_matching(model, old, strip="net.")
         Matched: 1 loaded, 1 skipped, 1 missing
           skipped  net.bias  shape [5], the model has [3]
           missing  bias      keeps its value
@@ -101,42 +106,48 @@ def load_matching(
             f"modkit.load_matching(): model must be a torch.nn.Module, got {torch.typename(model)}"
         )
     if not isinstance(cast("object", state_dict), Mapping):
-        raise TypeError(
-            f"modkit.load_matching(): state_dict must be a mapping, got {torch.typename(state_dict)}"
-        )
+        kind = torch.typename(state_dict)
+        raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
+
     new_names = _new_names(state_dict, strip, rename)
     targets = tensors_of(model)
     skipped: dict[str, str] = {}
     entries: Any = OrderedDict()
     for key, value in state_dict.items():
-        name = new_names.get(key)
-        reason = "its key is not a string" if name is None else _misfit(name, value, targets)
-        if name is None or reason:
-            skipped[key if isinstance(cast("object", key), str) else repr(key)] = reason
+        if not isinstance(cast("object", key), str):
+            skipped[repr(key)] = "its key is not a string"
+            continue
+        reason = _misfit(new_names[key], value, targets)
+        if reason:
+            skipped[key] = reason
         else:
-            entries[name] = value
+            entries[new_names[key]] = value
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         entries._metadata = _moved_metadata(metadata, new_names)
 
-    fitting = bool(targets.keys() & entries.keys())
+    fits = bool(targets.keys() & entries.keys())
     if is_standard(model, "load_state_dict"):
         loading = run_load(model, entries, strict=False)
-        unused, missing = {*loading.unexpected}, {*loading.missing}
+        unexpected = {*loading.unexpected}
+        missing = {*loading.missing}
     else:
         keys = model.load_state_dict(entries, strict=False)
-        unused, missing = {*keys.unexpected_keys}, {*keys.missing_keys}
+        unexpected = {*keys.unexpected_keys}
+        missing = {*keys.missing_keys}
+
     old_names = {new: old for old, new in new_names.items()}
-    skipped |= {old_names[name]: "not in the model" for name in entries if name in unused}
+    skipped |= {old_names[name]: "not in the model" for name in entries if name in unexpected}
     # Other names that were taken: extra state, or entries that a class migrated.
-    others = [name for name in entries if name not in targets and name not in unused]
-    if not fitting and not others:
+    others = [name for name in entries if name not in targets and name not in unexpected]
+    if not fits and not others:
         raise _nothing_fits(model, targets, {new_names.get(k, k): v for k, v in state_dict.items()})
 
-    loaded = [n for n in targets if n not in missing and (n in entries or others)]
-    loaded += [name for name in others if name.endswith("_extra_state")]
-    written = {id(targets[name]) for name in loaded if name in targets}
-    lacking = [n for n, target in targets.items() if n in missing and id(target) not in written]
+    loaded = [name for name in targets if name not in missing and (name in entries or others)]
+    # A tied parameter that is loaded under one of its names is not missing under another one.
+    written = {id(targets[name]) for name in loaded}
+    lacking = [name for name in targets if name in missing and id(targets[name]) not in written]
+    loaded += [name for name in others if name.endswith(EXTRA_STATE_KEY)]
     return Matched(loaded, skipped, lacking)
 
 
@@ -147,6 +158,7 @@ def _new_names(
 ) -> dict[str, str]:
     """Return the new name of each entry, which no other entry has."""
     prefixes = [strip] if isinstance(strip, str) else [*(strip or ())]
+    table = {} if rename is None or callable(rename) else rename
     used: set[str] = set()
 
     def renamed(name: str) -> str:
@@ -154,27 +166,27 @@ def _new_names(
             name = name.removeprefix(prefix)
         if callable(rename):
             return rename(name)
-        parts = name.split(".") if rename else []
-        for end in range(len(parts), 0, -1):
-            start = ".".join(parts[:end])
-            if rename and start in rename:
-                used.add(start)
-                return rename[start] + name[len(start) :]
-        return name
+
+        keys = [start for start in beginnings(name) if start in table]
+        if not keys:
+            return name
+        used.add(keys[-1])
+        return table[keys[-1]] + name.removeprefix(keys[-1])
 
     new_names = {key: renamed(key) for key in state_dict if isinstance(cast("object", key), str)}
-    if rename and not callable(rename) and not used.issuperset(rename):
-        unknown = ", ".join(repr(name) for name in rename if name not in used)
+    unknown = [name for name in table if name not in used]
+    if unknown:
+        listed = ", ".join(repr(name) for name in unknown)
         raise ValueError(
-            f"modkit.load_matching(): rename has {printable(unknown)}, which is not a name, or the first "
-            "parts of a name, in the state dict. Nothing has been changed."
+            f"modkit.load_matching(): rename has {printable(listed)}, which is not a name, or the "
+            "first parts of a name, in the state dict. Nothing has been changed."
         )
     for name, uses in Counter(new_names.values()).items():
         if uses > 1:
-            old = ", ".join(repr(key) for key in new_names if new_names[key] == name)
+            listed = ", ".join(repr(key) for key in new_names if new_names[key] == name)
             raise ValueError(
-                f"modkit.load_matching(): {printable(old)} would all be {printable(name)!r}. Nothing has "
-                "been changed."
+                f"modkit.load_matching(): {printable(listed)} would all be {printable(name)!r}. "
+                "Nothing has been changed."
             )
     return new_names
 
@@ -182,10 +194,7 @@ def _new_names(
 def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:
     """Return why a value cannot be loaded; empty if it can, or if only the load knows."""
     target = targets.get(name)
-    if target is None:
-        return ""
-    problem = check(name, target, value)[1]
-    if problem is None:
+    if target is None or check(name, target, value)[1] is None:
         return ""
     if not isinstance(value, torch.Tensor):
         return f"not a tensor: {torch.typename(value)}"
@@ -195,15 +204,10 @@ def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:
 def _moved_metadata(metadata: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
     """Return the versions of modules under their new paths."""
     moved: dict[str, Any] = {}
-    for old, new in new_names.items():
-        while old.rpartition(".")[2] == new.rpartition(".")[2]:
-            old, new = old.rpartition(".")[0], new.rpartition(".")[0]
-            if new in moved:
-                break
-            if old in metadata:
-                moved[new] = metadata[old]
-            if not old or not new:
-                break
+    for path, new_paths in paths_after(new_names).items():
+        for new_path in new_paths if path in metadata else ():
+            if new_path is not None:
+                moved.setdefault(new_path, metadata[path])
     return moved
 
 
@@ -211,13 +215,18 @@ def _nothing_fits(
     model: torch.nn.Module, targets: Mapping[str, torch.Tensor], entries: Mapping[Any, Any]
 ) -> NameMismatchError:
     shapes = shapes_of(targets)
-    file = shapes_of(entries)
+    saved_shapes = shapes_of(entries)
     error = NameMismatchError(
         f"modkit.load_matching(): no entry of the state dict fits {type(model).__name__}",
-        missing=[name for name in shapes if name not in file],
+        missing=[name for name in shapes if name not in saved_shapes],
         unexpected=[printable(str(name)) for name in entries if name not in shapes],
-        shapes=[f"{n} ({file[n]} instead of {shapes[n]})" for n in file if n in shapes],
+        shapes=[
+            f"{name} ({shape} instead of {shapes[name]})"
+            for name, shape in saved_shapes.items()
+            if name in shapes
+        ],
     )
+
     for line in explain(shapes, entries):
         add_note(error, line)
     return error

@@ -220,6 +220,26 @@ def test_fake_tensors_and_lazy_parameters():
     assert not NOTES or "'module.'" in caught.value.__notes__[0]
 
 
+def test_tensors_without_elements():
+    """A tensor of size 0 is not taken for tensors that are joined."""
+    fitting = {"a.weight": (2, 2), "b.weight": (2, 2)}
+    model = {**fitting, "x.weight": (0, 4)}
+    lines = _mismatches.compare(model, {**fitting, "y.weight": (2, 4), "z.weight": (3, 4)})
+
+    assert lines == [
+        "only the checkpoint has 2 other tensors, in 'y', 'z'",
+        "only the model has 1 other tensor, in 'x'",
+    ]
+
+
+def test_dimensions_of_size_one():
+    """A convolution in the place of a linear layer has one more dimension or two."""
+    lines = _mismatches.compare({"fc.weight": (4, 8, 1, 1)}, {"fc.weight": (4, 8)})
+
+    (line,) = lines
+    assert line.startswith("dimensions of size 1 differ (a 1x1 convolution, a scalar): 'fc.weight'")
+
+
 def test_a_model_in_the_place_of_a_state_dict():
     """The note says which entry is a model."""
     lines = _mismatches.explain(vit(), {"epoch": 3, "model": Net()})

@@ -387,6 +387,7 @@ def test_arguments_are_checked():
         lambda: mig.migrate(Attention, state_dict),
         lambda: mig.migrate(model, [1]),
         lambda: mig.migrate(model, {1: 2}),
+        lambda: mig.migrate(model, {0: 2}),
         lambda: mig.migrate(model, state_dict, to={"Attention": 1}),
         lambda: mig.migrate(model, state_dict, versions={"blocks": 1}),
     ):

@@ -122,6 +122,30 @@ def test_parameters_without_state():
     torch.optim.SGD(New().named_parameters(), lr=0.1).load_state_dict(new)
 
 
+def test_a_stack_is_split_with_its_state():
+    """Each part gets its part of the tensors, and scalars of its own."""
+    table = {2: [mig.split("experts", "experts.*", dim=None)]}
+    model = declared(table)
+    model.experts = torch.nn.ParameterList(torch.zeros(2) for _ in range(3))
+    moments = torch.arange(6.0).reshape(3, 2)
+    slots = {"step": torch.tensor(4.0), "exp_avg": moments}
+    group = {"params": ["experts"], "lr": 0.1}
+    state = {"state": {"experts": slots}, "param_groups": [group]}
+
+    new = mig.migrate(model, state, versions={type(model): 1})
+    back = mig.migrate(model, new, versions={type(model): 2}, to={type(model): 1})
+
+    names = [f"experts.{number}" for number in range(3)]
+    assert new["param_groups"] == [{"params": names, "lr": 0.1}]
+    assert [new["state"][name]["exp_avg"].tolist() for name in names] == moments.tolist()
+    assert [float(new["state"][name]["step"]) for name in names] == [4.0] * 3
+    assert len({new["state"][name]["step"].data_ptr() for name in names}) == 3
+    assert list(back["state"]["experts"]) == ["step", "exp_avg"]
+    assert torch.equal(back["state"]["experts"]["exp_avg"], moments)
+    with pytest.raises(MigrationError, match="so the number of parts is unknown"):
+        mig.migrate(model, {**state, "state": {}}, versions={type(model): 1})
+
+
 def test_an_added_parameter_enters_the_group():
     """A new parameter has no state, and enters the only group."""
     model = declared(

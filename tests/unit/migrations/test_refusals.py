@@ -73,6 +73,12 @@ QKV = mig.merge(["q.*", "k.*", "v.*"], "qkv.*")
         ([QKV], {"q.w": ONE, "k.w": ONE, "v.w": ONE, "qkv.b": ONE}, "qkv.b is there already"),
         ([mig.merge("e.*", "e", dim=None)], {"e.0": ONE, "e.2": ONE}, "there is e.2, but no e.1"),
         ([mig.merge("e.*", "e", dim=None)], {"e.1": ONE}, "there is e.1, but no e.0"),
+        (
+            [mig.merge("e.*", "e", dim=None)],
+            {"e.0": ONE, "e.1": ONE, "e.01": TWO},
+            "there is e.01, but no e.2",
+        ),
+        ([mig.merge("e.*", "e", dim=None)], {f"e.{'1' * 5000}": ONE}, "but no e.0"),
         ([mig.rename("a", "b")], {"a": ONE, "b": ONE}, "two tensors would get the name b"),
         ([mig.rename("a.*", "b.*")], {"a.w": ONE, "b.v": ONE}, "b.v is there already"),
         ([mig.add("a", ONE)], {"a": ONE}, "two tensors would get the name a"),
@@ -99,6 +105,14 @@ def test_state_dicts(table, entries, text):
     assert isinstance(caught.value, ValueError)
     assert isinstance(caught.value, RuntimeError)
     assert entries == before
+
+
+def test_half_a_merge_without_a_version():
+    """Old names are there, so the error says what their step lacks, not that names are unknown."""
+    model = declared({2: [QKV]}, x=ONE)
+
+    with pytest.raises(MigrationError, match=r"there is q\.w, but no v\.w"):
+        mig.migrate(model, {"q.w": ONE, "k.w": ONE})
 
 
 def test_newer_files():
