@@ -54,13 +54,6 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
 
 
-def averaged_parameters(ema: EMA[Any]) -> list[torch.Tensor]:
-    """Return the model's parameters that are averaged, or will be from the first update on."""
-    chooses = ema._engine.options.chooses
-    parameters = NamedTensors(ema.model).parameters.values()
-    return [member.tensor for member in parameters if chooses(member)]
-
-
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
     """Swap the training weights into a model for a ``with`` block, if it holds the average.

@@ -433,10 +433,7 @@ class EMA(Generic[ModelT]):
             >>> ema.n_averaged
             1
         """
-        members = NamedTensors(self.model).parameters.values()
-        chooses = self._engine.options.chooses
-        averaged = [member.tensor for member in members if chooses(member)]
-        self._steps.check("EMA.attach()", optimizers, averaged)
+        self._steps.check("EMA.attach()", optimizers, self._engine.averaged_parameters())
         self._steps.attach(optimizers, self._before_step, self._after_step)
         return self
 

@@ -167,6 +167,11 @@ class Engine:
             add_note(error, MSG_REBIND)
             raise
 
+    def averaged_parameters(self) -> list[Tensor]:
+        """Return the model's parameters that are averaged, or will be from the first step on."""
+        members = NamedTensors(self.model).parameters.values()
+        return [member.tensor for member in members if self.options.chooses(member)]
+
     def check_index(self, index: int) -> None:
         """Check the index of an average.
 

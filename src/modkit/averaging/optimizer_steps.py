@@ -2,7 +2,7 @@
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -57,6 +57,17 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
             f"tracked. {remedy}"
         )
     return optimizer
+
+
+def trains_any(optimizer: Optimizer, ids: AbstractSet[int]) -> bool:
+    """Return True if an optimizer has a parameter of these.
+
+    Args:
+        optimizer: The optimizer, whose groups may have changed since it was created.
+        ids: The ``id`` of each of the parameters.
+    """
+    groups = [group["params"] for group in optimizer.param_groups]
+    return not ids.isdisjoint(map(id, chain.from_iterable(groups)))
 
 
 class _Calls(threading.local):
@@ -127,8 +138,7 @@ class OptimizerSteps:
             if any(optimizer is other for other in others):
                 raise ValueError(f"{owner}: {kind} is attached already, or given twice")
 
-            groups = [group["params"] for group in optimizer.param_groups]
-            if averaged_ids.isdisjoint(map(id, chain.from_iterable(groups))):
+            if not trains_any(optimizer, averaged_ids):
                 raise ValueError(
                     f"{owner}: {kind} has no averaged parameter of the model. Attach the optimizer "
                     "that trains it, after the model is where it is trained."

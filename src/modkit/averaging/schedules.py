@@ -48,16 +48,10 @@ Decay: TypeAlias = float | Callable[[int], float]
 Decays: TypeAlias = float | Sequence[Decay] | None
 
 _DEFAULT_DECAY: Final = 0.999
-# The schedules that ``from_config`` makes: a checkpoint describes neither functions nor subclasses.
-_CLASSES: Final = (
-    "Constant",
-    "CountWarmup",
-    "Equal",
-    "HalfLife",
-    "InverseGamma",
-    "PerUpdate",
-    "Power",
-)
+# The schedules that ``from_config`` makes: a checkpoint does not describe functions.
+_CLASSES: Final = [
+    name for name in __all__ if name[0].isupper() and name not in {"Schedule", "Custom"}
+]
 # Below it a decay is more likely a momentum, which is one minus the decay.
 _LEAST_PLAUSIBLE: Final = 0.1
 

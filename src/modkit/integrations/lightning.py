@@ -2,7 +2,6 @@
 
 import importlib
 import importlib.util
-import itertools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -19,7 +18,6 @@ from modkit.averaging.callback import (
     EMAOptions,
     Evaluation,
     NamesTheRightClass,
-    averaged_parameters,
     check_options,
     check_outside,
     end_swap,
@@ -28,7 +26,7 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.optimizer_steps import check_optimizer
+from modkit.averaging.optimizer_steps import check_optimizer, trains_any
 from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
@@ -242,15 +240,11 @@ class EMACallback(Callback, NamesTheRightClass):
         """Record the steps of an optimizer that has averaged parameters."""
         averaged: set[int] = set()
 
-        def has_averaged() -> bool:
-            groups = [group["params"] for group in optimizer.param_groups]
-            return not averaged.isdisjoint(map(id, itertools.chain.from_iterable(groups)))
-
         def after(*_: object) -> None:
-            if self._training and not has_averaged():
+            if self._training and not trains_any(optimizer, averaged):
                 # The model or the optimizer may have got new parameters.
-                averaged.update(map(id, averaged_parameters(ema)))
-            if self._training and has_averaged():
+                averaged.update(map(id, ema._engine.averaged_parameters()))
+            if self._training and trains_any(optimizer, averaged):
                 # Lightning counts the step only after this hook.
                 self._latest_step = trainer.global_step
 
