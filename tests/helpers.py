@@ -140,6 +140,8 @@ def freeze(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return (type(value).__name__, repr(value))
+    if torch.nn.parameter.is_lazy(value):
+        return (type(value).__name__, "uninitialized")
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             data: Any = "meta"

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from tests.helpers import Implementation, freeze
 
@@ -70,15 +69,10 @@ def cases(info: Any) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
                 yield f"{dtype}, {mode}, case {number}: {made}", sample, dtype, training
 
 
-def bits(value: Any) -> Any:
-    """Freeze a value; an uninitialized parameter has no data to compare."""
-    return type(value).__name__ if is_lazy(value) else freeze(value)
-
-
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return everything that a state_dict says, its metadata included."""
     state = module.state_dict()
-    return [(key, bits(value)) for key, value in state.items()], list(state._metadata.items())
+    return [(key, freeze(value)) for key, value in state.items()], list(state._metadata.items())
 
 
 def ready(sample: Sample, impl: Implementation, dtype: torch.dtype, training: bool) -> Any:
@@ -115,7 +109,7 @@ def _call(module: nn.Module, sample: Sample) -> dict[str, Any]:
     if losses:
         torch.stack(losses).sum().backward()
     inputs = [part.grad for part in _tensors((args, list(kwargs.values()))) if part.is_leaf]
-    parameters = {name: bits(p.grad) for name, p in module.named_parameters()}
+    parameters = {name: freeze(p.grad) for name, p in module.named_parameters()}
     return {"output": freeze(output), "inputs": freeze(inputs), "parameters": parameters}
 
 
