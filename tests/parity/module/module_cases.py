@@ -4,7 +4,7 @@ import copy
 import importlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -50,10 +50,12 @@ class Sample:
         return layer(*args, **kwargs)
 
 
-def cases(info: Any) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
-    """Yield every case of one table entry: a label, the sample, the dtype and the mode."""
+def cases(
+    info: Any, dtypes: Sequence[torch.dtype] | None = None
+) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
+    """Yield every case of one table entry, or of some dtypes: label, sample, dtype and mode."""
     modes = (True, False) if info.train_and_eval_differ else (True,)
-    for dtype in info.dtypes:
+    for dtype in info.dtypes if dtypes is None else dtypes:
         for training in modes:
             seed()
             with warnings.catch_warnings():
