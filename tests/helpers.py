@@ -143,6 +143,8 @@ def freeze(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return (type(value).__name__, repr(value))
+    if torch.nn.parameter.is_lazy(value):
+        return (type(value).__name__, "uninitialized")
     if isinstance(value, torch.Tensor):
         return freeze_tensor(value)
     if isinstance(value, torch.fx.Proxy):

@@ -75,9 +75,7 @@ def state(module: torch.nn.Module) -> list[object]:
 
 def frozen(value: object) -> object:
     """Freeze a tensor's value; other objects are compared by identity alone."""
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
-        return None
-    return freeze(value)
+    return freeze(value) if isinstance(value, torch.Tensor) else None
 
 
 def where(module: torch.nn.Module, name: str) -> list[object]:

@@ -4,14 +4,13 @@ import copy
 import importlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from tests.helpers import Implementation, freeze
 
@@ -51,10 +50,12 @@ class Sample:
         return layer(*args, **kwargs)
 
 
-def cases(info: Any) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
-    """Yield every case of one table entry: a label, the sample, the dtype and the mode."""
+def cases(
+    info: Any, dtypes: Sequence[torch.dtype] | None = None
+) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
+    """Yield every case of one table entry, or of some dtypes: label, sample, dtype and mode."""
     modes = (True, False) if info.train_and_eval_differ else (True,)
-    for dtype in info.dtypes:
+    for dtype in info.dtypes if dtypes is None else dtypes:
         for training in modes:
             seed()
             with warnings.catch_warnings():
@@ -70,15 +71,10 @@ def cases(info: Any) -> Iterator[tuple[str, Sample, torch.dtype, bool]]:
                 yield f"{dtype}, {mode}, case {number}: {made}", sample, dtype, training
 
 
-def bits(value: Any) -> Any:
-    """Freeze a value; an uninitialized parameter has no data to compare."""
-    return type(value).__name__ if is_lazy(value) else freeze(value)
-
-
 def state_of(module: nn.Module) -> tuple[Any, ...]:
     """Return everything that a state_dict says, its metadata included."""
     state = module.state_dict()
-    return [(key, bits(value)) for key, value in state.items()], list(state._metadata.items())
+    return [(key, freeze(value)) for key, value in state.items()], list(state._metadata.items())
 
 
 def ready(sample: Sample, impl: Implementation, dtype: torch.dtype, training: bool) -> Any:
@@ -115,7 +111,7 @@ def _call(module: nn.Module, sample: Sample) -> dict[str, Any]:
     if losses:
         torch.stack(losses).sum().backward()
     inputs = [part.grad for part in _tensors((args, list(kwargs.values()))) if part.is_leaf]
-    parameters = {name: bits(p.grad) for name, p in module.named_parameters()}
+    parameters = {name: freeze(p.grad) for name, p in module.named_parameters()}
     return {"output": freeze(output), "inputs": freeze(inputs), "parameters": parameters}
 
 
