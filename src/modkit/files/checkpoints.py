@@ -189,14 +189,16 @@ def load_checkpoint(
             # The content of tensors is not read.
             checked = {name for name in checked if not name.startswith("data/")}
 
+        # Kept for the unpickler, so that verifying does not read it as well.
+        archive.text("data.pkl")
         if mmap:
             archive.verify(checked)
         mapped = source if mmap and isinstance(source, int) else None
         found = _read_plain(archive, mapped, map_location)
+        # Members that have not been read yet, such as tensors that the pickle does not name.
+        archive.verify(checked)
         if found is not None:
             return found
-        if not mmap:
-            archive.verify(checked)
         return _left_to_torch(archive, source, map_location, mmap=mmap)
 
 
@@ -222,13 +224,21 @@ class Checksums:
 
 def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
     """Return the content of a file, mapped into memory with a verified pickle, and its checksums."""
-    with open_regular(path) as descriptor, collector_paused():
+    with open_regular(path) as descriptor:
         archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
+        return mapped_content(archive, descriptor), Checksums(archive)
+
+
+def mapped_content(archive: Archive, descriptor: int) -> Any:
+    """Return the content of an archive, mapped into memory with a verified pickle."""
+    with collector_paused():
+        # Kept for the unpickler, so that verifying does not read it as well.
+        archive.text("data.pkl")
         archive.verify(name for name in archive.members if not name.startswith("data/"))
-        found = _read_plain(archive, descriptor, "cpu")
-        if found is None:
-            found = _left_to_torch(archive, descriptor, "cpu", mmap=True)
-        return found, Checksums(archive)
+        content = _read_plain(archive, descriptor, "cpu")
+        if content is None:
+            content = _left_to_torch(archive, descriptor, "cpu", mmap=True)
+        return content
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:
@@ -241,10 +251,10 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
 def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, mmap: bool) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
     what = f"{archive.what} cannot be read as a checkpoint"
-    content = archive.read("data.pkl")
+    content = archive.text("data.pkl")
     if problem := pickle_problem(content, archive.members, trusted=allowed_by_user()):
         raise FileError(f"{what}: data.pkl: {problem}")
-    order = archive.read("byteorder") if "byteorder" in archive.members else b""
+    order = archive.text("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
     if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
         raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
@@ -283,32 +293,27 @@ def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
     """
     if modes_are_active() or not is_for_plain_unpickler(archive):
         return None
-    storages = Storages(archive, map_location, mapped)
-    try:
-        if storages.maps_by_function:
-            # The function is called once for each storage: not here and then again by torch.
-            _unpickled(archive, storages.on_meta)
-        found, used = _unpickled(
-            archive, storages.on_meta if is_meta(map_location) else storages.allocate
-        )
-    except FileError:
-        raise
-    except Exception as error:
-        # A device or a function that the caller names is not an error of the file.
-        if map_location is not None and error is storages.error:
+    with Storages(archive, map_location, mapped) as storages:
+        try:
+            if storages.maps_by_function:
+                # The function is called once for each storage: not here and then again by torch.
+                _unpickled(archive, storages.plan)
+            allocate = storages.on_meta if is_meta(map_location) else storages.allocate
+            content = _unpickled(archive, allocate)
+        except FileError:
             raise
-        # torch reads the file, or raises its own error.
-        return None
-    archive.read_all(storages.unread)
-    if mapped is None:
-        archive.verify(archive.members.keys() - used)
-    return found
+        except Exception as error:
+            # A device or a function that the caller names is not an error of the file.
+            if map_location is not None and error is storages.error:
+                raise
+            # torch reads the file, or raises its own error.
+            return None
+        archive.read_all(storages.unread)
+    return content
 
 
-def _unpickled(
-    archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]
-) -> tuple[Any, set[str]]:
-    """Return the content of a plain state dict and the members it uses, or raise for torch to read."""
+def _unpickled(archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]) -> Any:
+    """Return the content of a plain state dict, or raise for torch to read it."""
     unpickler = PlainUnpickler(archive, allocate)
     try:
         found = unpickler.load()
@@ -317,7 +322,7 @@ def _unpickled(
         unpickler.memo.clear()
     if not is_plain(found, set()):
         raise pickle.UnpicklingError
-    return found, unpickler.used
+    return found
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

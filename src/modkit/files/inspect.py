@@ -14,8 +14,8 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoints import UnsafeFileError, read_mapped
-from modkit.files.kinds import check_facts, other_file, parse_digest
+from modkit.files.checkpoints import UnsafeFileError, mapped_content
+from modkit.files.kinds import archive_of, check_facts, other_file, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import INDEX, Checkpoint, file_in
 from modkit.files.zip_archive import Archive, open_regular, read_some
@@ -113,7 +113,7 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
         digest = kinds.sha256_of(descriptor) if hashed else ""
         info = FileInfo(os.fspath(path), kind, size, digest)
         if kind == kinds.TORCH_SAVE:
-            return _of_torch_save(file, Archive(descriptor, str(file)), info)
+            return _of_torch_save(descriptor, archive_of(descriptor, str(file), kind), info)
         if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
             members = Archive(descriptor, str(file)).members.items()
             return replace(info, entries={name: f"{each.size} bytes" for name, each in members})
@@ -238,12 +238,12 @@ def _read_all(
     return digest.hexdigest() if hashed else ""
 
 
-def _of_torch_save(file: Path, archive: Archive, info: FileInfo) -> FileInfo:
+def _of_torch_save(descriptor: int, archive: Archive, info: FileInfo) -> FileInfo:
     # A corrupt pickle is an error, a pickle of something else than plain data is a note.
-    if kinds.kind_of(archive.read("data.pkl")) != kinds.PICKLE:
+    if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
         raise archive.corrupt("its pickle is invalid")
     try:
-        return _of_content(read_mapped(file)[0], info)
+        return _of_content(mapped_content(archive, descriptor), info)
     except UnsafeFileError as error:
         reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
         return replace(info, note=f"{reason}. {kinds.ADVICE[kinds.PICKLE]}")

@@ -48,14 +48,15 @@ _CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
 
 def kind_of(source: int | bytes) -> str:
     """Return the kind of a file, given as a descriptor or as its content."""
-    head = read_some(source, 0, _HEAD)
-    if not head:
-        return EMPTY
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    if read_some(source, 0, 4) in {b"PK\x03\x04", b"PK\x05\x06"}:
         try:
             return kind_of_members(Archive(source, "").members)
         except FileError as error:
             return error.kind
+
+    head = read_some(source, 0, _HEAD)
+    if not head:
+        return EMPTY
     # The identifier of a flatbuffer comes after an offset of four bytes.
     if head[4:8] == b"PTMF":
         return FLATBUFFER
@@ -178,6 +179,6 @@ _FACTS: Final = {
 def check_facts(archive: Archive) -> None:
     """Raise FileError if a small member, such as the version, has content that torch never writes."""
     for name in _FACTS.keys() & archive.members.keys():
-        content = archive.read(name)
+        content = archive.text(name)
         if not _FACTS[name].fullmatch(content):
             raise archive.corrupt(f"{name} is {content[:40]!r}, which torch never writes")

@@ -7,6 +7,7 @@ instructions, and a file that has others never reaches the standard unpickler.
 import io
 import pickle
 import re
+import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def _compiled(expression: str) -> re.Pattern[bytes]:
 
 _INSTRUCTIONS: Final = _compiled(_INSTRUCTIONS_WITHOUT_LENGTH)
 _PROTOCOL: Final = pickle.PROTO + b"\x02"
+_LENGTH: Final = struct.Struct("<L")
 _DEEPEST: Final = 100
 _SMALL: Final = 8
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
@@ -91,8 +93,10 @@ class _StorageType(NamedTuple):
 
 class _Storage(NamedTuple):
     storage: torch.UntypedStorage
+    device: torch.device
     dtype: torch.dtype
     numel: int
+    nbytes: int
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -103,10 +107,10 @@ class PlainUnpickler(pickle.Unpickler):
     def __init__(
         self, archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]
     ) -> None:
-        super().__init__(io.BytesIO(archive.read("data.pkl")))
+        super().__init__(io.BytesIO(archive.text("data.pkl")))
         self._archive, self._allocate = archive, allocate
         self._storages: dict[str, _Storage] = {}
-        self.used: set[str] = {"data.pkl"}
+        self._named = set[str]()
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return what an allowed name stands for; a KeyError leaves the file to torch."""
@@ -121,47 +125,71 @@ class PlainUnpickler(pickle.Unpickler):
         # torch quotes the location in errors.
         if tag != "storage" or not location.isprintable() or len(location) > 99:
             raise pickle.UnpicklingError
-        if found := self._storages.get(key):
-            if found.dtype is not kind.dtype or found.numel != numel:
+        known = self._storages.get(key)
+        if known is not None:
+            if known.dtype is not kind.dtype or known.numel != numel:
                 raise pickle.UnpicklingError
-            return found
-        name, stated = f"data/{key}", numel * kind.dtype.itemsize
+            return known
+
+        name = f"data/{key}"
+        stated = numel * kind.dtype.itemsize
         member = self._archive.members.get(name)
-        if name in self.used and member is not None and member.size != stated:
-            raise pickle.UnpicklingError
         if member is None or member.size != stated:
+            # One that was there before, with another size.
+            if member is not None and name in self._named:
+                raise pickle.UnpicklingError
             size = member.size if member else "no"
             raise self._archive.corrupt(f"{name!r} has {size} bytes, {stated} in the pickle")
-        found = _Storage(self._allocate(name, location), kind.dtype, numel)
-        self.used.add(name)
-        if shares_all_storages or found.storage.data_ptr():
-            self._storages[key] = found
-        return found
+        storage = self._allocate(name, location)
+        self._named.add(name)
+        stored = _Storage(storage, storage.device, kind.dtype, numel, stated)
+        if shares_all_storages or storage.data_ptr():
+            self._storages[key] = stored
+        return stored
 
-    def tensor(self, stored: Any, *description: Any) -> Tensor:
-        """Rebuild a tensor with the dtype of its storage, as ``torch._utils._rebuild_tensor_v2``."""
-        return self.tensor_of_dtype(stored, *description[:5], stored.dtype, *description[5:])
-
-    def tensor_of_dtype(self, stored: Any, *description: Any) -> Tensor:
-        """Rebuild a tensor within its storage, as ``torch._utils._rebuild_tensor_v3``."""
-        offset, size, stride, requires_grad, hooks, dtype, *metadata = description
+    def tensor(
+        self,
+        stored: Any,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        requires_grad: bool,
+        hooks: Any,
+        *metadata: Any,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Rebuild a tensor within its storage, as ``torch._utils._rebuild_tensor_v2``."""
+        types = (
+            *(type(stored), type(offset), type(size)),
+            *(type(stride), type(requires_grad), type(hooks)),
+        )
         # The metadata are bits for lazy conjugation and negation.
-        known = tuple(map(type, (stored, *description[:6]))) == _TENSOR_TYPES
-        if not known or hooks or offset < 0 or metadata not in ([], [{}]):
+        if types != _TENSOR_TYPES or hooks or offset < 0 or metadata not in _NO_METADATA:
             raise pickle.UnpicklingError
+        if dtype is None:
+            dtype = stored.dtype
+
         last = offset
         for length, step in zip(size, stride, strict=True):
             if type(length) is not int or type(step) is not int or length < 0 or step < 0:
                 raise pickle.UnpicklingError
             last += (length - 1) * step
-        if 0 not in size and (last + 1) * dtype.itemsize > stored.numel * stored.dtype.itemsize:
+        if (last + 1) * dtype.itemsize > stored.nbytes and 0 not in size:
             raise self._archive.corrupt("a tensor extends beyond the end of its storage")
-        tensor = torch.empty(0, dtype=dtype, device=stored.storage.device).set_(
-            stored.storage, offset, size, stride
-        )
-        tensor.requires_grad = requires_grad
+
+        tensor = torch.empty(0, dtype=dtype, device=stored.device)
+        tensor.set_(stored.storage, offset, size, stride)
+        if requires_grad:
+            tensor.requires_grad = True
         tensor._backward_hooks = hooks
         return tensor
+
+    def tensor_of_dtype(self, *description: Any) -> Tensor:
+        """Rebuild a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
+        dtype = description[6]
+        if type(dtype) is not torch.dtype:
+            raise pickle.UnpicklingError
+        return self.tensor(*description[:6], *description[7:], dtype=dtype)
 
     def parameter(self, data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
         """Rebuild a parameter without hooks, as ``torch._utils._rebuild_parameter``."""
@@ -173,7 +201,8 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 _PID_TYPES: Final = (str, _StorageType, str, str, int)
-_TENSOR_TYPES: Final = (_Storage, int, tuple, tuple, bool, OrderedDict, torch.dtype)
+_TENSOR_TYPES: Final = (_Storage, int, tuple, tuple, bool, OrderedDict)
+_NO_METADATA: Final = ((), ({},))
 _REBUILDS: Final = (PlainUnpickler.tensor, PlainUnpickler.tensor_of_dtype, PlainUnpickler.parameter)
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGES.items()},
@@ -191,7 +220,7 @@ def is_for_plain_unpickler(archive: Archive) -> bool:
     """Return True if a file is one that ``torch.save`` wrote on a machine of this byte order."""
     if not _is_as_torch_writes(archive):
         return False
-    content = archive.read("data.pkl")
+    content = archive.text("data.pkl")
     # A pickle with more containers than this is followed, and refused if they are really in it.
     is_small = memory_bound(content) <= most_memory(len(content), len(archive.members))
     return is_small and _has_known_instructions(content)
@@ -199,7 +228,7 @@ def is_for_plain_unpickler(archive: Archive) -> bool:
 
 def _is_as_torch_writes(archive: Archive) -> bool:
     first = ("byteorder", ".data/version", "version")
-    order, *versions = (archive.read(n) if n in archive.members else None for n in first)
+    order, *versions = (archive.text(n) if n in archive.members else None for n in first)
     if order is None and torch.serialization.get_default_load_endianness() is None:
         order = b"little"
     version = next((each.strip() for each in versions if each is not None), b"")
@@ -214,8 +243,8 @@ def _has_known_instructions(content: bytes) -> bool:
     place, end = len(_PROTOCOL), len(content) - 1
     while place < end:
         before = place
-        if content[place] == string:
-            place += 5 + int.from_bytes(content[place + 1 : place + 5], "little")
+        if content[place] == string and place + _LENGTH.size < end:
+            place += 5 + _LENGTH.unpack_from(content, place + 1)[0]
         elif content[place] == long_integer:
             place += 2 + content[place + 1]
         run = _INSTRUCTIONS.match(content, place, end)

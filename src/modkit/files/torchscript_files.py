@@ -102,7 +102,7 @@ def _check_pickles(archive: Archive) -> None:
             # Tensors of the inputs are written without their content.
             stored = archive.members if name in _PICKLES else {}
             folder = _PICKLES.get(name, "")
-            if problem := pickle_problem(archive.read(name), stored, folder, script=True):
+            if problem := pickle_problem(archive.text(name), stored, folder, script=True):
                 raise archive.corrupt(f"{name}: {problem}")
 
 
@@ -111,8 +111,8 @@ def _parts(archive: Archive) -> Parts | None:
     members = archive.members
     tensors = {name: name.partition("/")[2] for name in members if name.startswith(_FOLDERS)}
     rest = members.keys() - tensors.keys()
-    version = archive.read("version" if "version" in members else ".data/version")
-    order = archive.read("byteorder") if "byteorder" in members else sys.byteorder.encode()
+    version = archive.text("version" if "version" in members else ".data/version")
+    order = archive.text("byteorder") if "byteorder" in members else sys.byteorder.encode()
     # A package has one folder for all storages, and the members that torch has written since 1.4.
     if (
         len({*tensors.values()}) < len(tensors)
@@ -126,7 +126,7 @@ def _parts(archive: Archive) -> Parts | None:
     writer = package_writer(package)
     writer.set_min_version(int(version))
     for name in rest:
-        content = archive.read(name)
+        content = archive.text(name)
         if name in _PICKLES:
             writer.write_record(f".data/ts_code/0/{name}", content, len(content))
         elif name.startswith("code/"):
@@ -134,7 +134,7 @@ def _parts(archive: Archive) -> Parts | None:
     writer.write_end_of_file()
     package.seek(0)
 
-    storages = Storages(archive, "cpu", None)
-    found = {key: storages.allocate(name, "cpu") for name, key in tensors.items()}
-    archive.read_all(storages.unread)
-    return Parts(package, found, archive.read)
+    with Storages(archive, "cpu", None) as storages:
+        by_key = {key: storages.allocate(name, "cpu") for name, key in tensors.items()}
+        archive.read_all(storages.unread)
+    return Parts(package, by_key, archive.text)

@@ -8,6 +8,7 @@ import os
 import stat
 import struct
 import zlib
+from bisect import bisect
 from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -41,7 +42,11 @@ except ImportError:
 # The checksum of zip files: of bytes, after those of which the checksum is given.
 crc32: Final[Callable[..., int]] = _zlib.crc32
 
-_CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
+# Large members are read and checked in pieces: they stay in the processor's cache in between, and are so
+# large that calls take little of the time.
+_PIECE: Final = 1 << 20
+# Small members that follow each other are read together.
+_WINDOW: Final = 1 << 15
 # Pickles and code are read into memory; a member that claims to be larger is refused.
 MOST_TEXT: Final = 128 << 20
 _MOST_MEMBERS: Final = 1_000_000
@@ -120,6 +125,10 @@ class Archive:
         self._source = source
         self._length = os.fstat(source).st_size if isinstance(source, int) else len(source)
         self.members: dict[str, Member] = {}
+        self._verified = set[str]()
+        self._texts: dict[str, bytes] = {}
+        self._window = b""
+        self._window_start = 0
         try:
             self._read_table(*self._find_table())
         except (struct.error, UnicodeDecodeError) as error:
@@ -270,7 +279,9 @@ class Archive:
 
     def _check_places(self) -> None:
         place = 0
-        for member in sorted(self.members.values(), key=attrgetter("header")):
+        in_order = sorted(self.members.values(), key=attrgetter("header"))
+        self._large: list[int] = [member.header for member in in_order if member.packed > _SMALL]
+        for member in in_order:
             # Bytes before the first member make the file one of another kind as well, such as a script.
             if place == 0 and member.header:
                 raise self.corrupt(f"its member {member.name!r} is not where it should be")
@@ -328,6 +339,12 @@ class Archive:
         self._check(member, crc32(content), len(content))
         return content
 
+    def text(self, name: str) -> bytes:
+        """Return the verified content of a pickle or another text, which is read once and kept."""
+        if name not in self._texts:
+            self._texts[name] = self.read(name)
+        return self._texts[name]
+
     def _decompressed(self, member: Member, content: bytes) -> bytes:
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
@@ -344,11 +361,23 @@ class Archive:
         if member.packed <= _SMALL:
             # With the header at once; torch pads that to a multiple of 64 bytes.
             room = LOCAL_HEADER.size + len(member.name) + 128
-            block = read_some(self._source, member.header, room + member.packed)
+            block = self._block(member.header, room + member.packed)
             start = self.start_of(member, block) - member.header
-            if len(content := block[start : start + member.packed]) == member.packed:
+            content = block[start : start + member.packed]
+            if len(content) == member.packed:
                 return content
         return read_some(self._source, self.start_of(member), member.packed)
+
+    def _block(self, start: int, count: int) -> bytes:
+        """Return bytes of the file, read together with the small members that follow them."""
+        at = start - self._window_start
+        if at < 0 or at + count > len(self._window):
+            next_large = bisect(self._large, start)
+            end = self._large[next_large] if next_large < len(self._large) else self._table
+            self._window = read_some(self._source, start, max(count, min(_WINDOW, end - start)))
+            self._window_start = start
+            at = 0
+        return self._window[at : at + count]
 
     def is_large(self, name: str) -> bool:
         """Return True for a member for :meth:`read_all`, False for one for :meth:`read`."""
@@ -366,15 +395,15 @@ class Archive:
         start, crc, done = self.start_of(member), 0, 0
         copy = None
         if target is None:
-            memory = memoryview(bytearray(_CHUNK))
+            memory = memoryview(bytearray(min(_PIECE, member.size)))
         elif isinstance(target, memoryview):
             memory = target
         else:
-            memory, copy = target(_CHUNK)
+            memory, copy = target(_PIECE)
 
         while done < member.size:
             at = done if memory is target else 0
-            piece = memory[at : at + min(_CHUNK, member.size - done)]
+            piece = memory[at : at + min(_PIECE, member.size - done)]
             if isinstance(self._source, int):
                 count = read_into_at(self._source, piece, start + done)
             else:
@@ -391,11 +420,15 @@ class Archive:
     def _check(self, member: Member, crc: int, size: int) -> None:
         if size != member.size or (crc != member.crc and self.has_checksums):
             raise self.corrupt(f"the content of {member.name!r} does not match its checksum")
+        self._verified.add(member.name)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the content of members, by default all, with their checksums."""
-        chosen = list(self.members if names is None else names)
-        self.read_all({name: None for name in chosen if self.is_large(name)})
-        for name in chosen:
+        """Compare the content of members, by default all, with their checksums, unless it has been read."""
+        if len(self._verified) == len(self.members):
+            return
+        chosen = self.members if names is None else names
+        unread = [name for name in chosen if self.members[name].name not in self._verified]
+        self.read_all({name: None for name in unread if self.is_large(name)})
+        for name in unread:
             if not self.is_large(name):
                 self.read(name)
