@@ -1,4 +1,15 @@
-"""The storages of tensors: allocated where they belong, and verified while they are read."""
+"""The storages of tensors: allocated where they belong, and verified while they are read.
+
+================== ===============================================================================
+``map_location``   how content gets there
+================== ===============================================================================
+None, CPU          read into the memory of the tensor, by threads after the pickle
+an accelerator     the same, in pieces through pinned memory
+a function         read and verified before the call, while a thread reads the next storage
+``"meta"``         not read
+any, with ``mmap`` mapped from the file, after it has been verified
+================== ===============================================================================
+"""
 
 import ctypes
 import mmap as memory_map
@@ -78,8 +89,8 @@ class Storages:
     def plan(self, name: str, location: str) -> torch.UntypedStorage:
         """Return any storage without memory, in a first pass that only finds the order of storages.
 
-        In the second pass, ``allocate`` lets a thread read each second one while the one before it is
-        read. So at most one storage more is in memory.
+        In the second pass, ``allocate`` lets a thread read each second one while the one before it
+        is read. So at most one storage more is in memory.
         """
         if self._archive.is_large(name) and name not in self._planned:
             self._following[self._last_planned] = name
@@ -88,7 +99,15 @@ class Storages:
         return self._placeholder
 
     def allocate(self, name: str, location: str) -> torch.UntypedStorage:
-        """Return the storage that was saved from a location; content may follow in ``unread``."""
+        """Return the storage of a member.
+
+        On the CPU and on an accelerator, the content of large members follows: ``unread`` has their
+        memory, for :meth:`Archive.read_all`. Everything that a function receives is verified.
+
+        Args:
+            name: The member.
+            location: The device that it was saved from, as the pickle names it.
+        """
         member = self._archive.members[name]
         device = None if self.maps_by_function else self._device_of(location)
 
@@ -111,7 +130,7 @@ class Storages:
         return storage if device == _CPU else self._restored(storage, location)
 
     def _read_next(self, name: str) -> torch.UntypedStorage:
-        """Return the content of a member, which a thread may have read; let it read the next one."""
+        """Return a large member, which a thread may have read; let it read the next one."""
         if name in self._ahead:
             storage, is_read = self._ahead.pop(name)
             is_read.result()
@@ -133,7 +152,7 @@ class Storages:
         return storage, memory_of(storage)
 
     def _device_of(self, location: str) -> torch.device | None:
-        """Return the device of what was saved from a location; None if it needs another function."""
+        """Return the device of what was saved from a location; None if a function decides."""
         if location not in self._devices:
             empty = torch.UntypedStorage(0)
             restored = self._restored(empty, location)
@@ -160,7 +179,7 @@ class Storages:
 def _staging(
     storage: torch.UntypedStorage, size: int
 ) -> tuple[memoryview, Callable[[int, int], object]]:
-    """Return host memory, and a function that copies from it to a place in a storage of a device."""
+    """Return host memory, and a function that copies from it into a storage of a device."""
     # Memory that the device has freed may be in use until its stream gets there.
     torch.accelerator.synchronize(storage.device)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type in _PINNED)
@@ -173,7 +192,7 @@ def _staging(
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the bytes of a storage on the CPU."""
+    """Return the bytes of a storage on the CPU; the storage must outlive them."""
     size = storage.nbytes()
     if not size:
         return memoryview(bytearray())

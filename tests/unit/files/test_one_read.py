@@ -128,3 +128,39 @@ def test_a_function_waits_for_one_storage_at_most(tmp_path, monkeypatch):
     assert sorted(started) == [f"data/{number}" for number in range(9)]
     assert len(threads) == 2
     assert allocated == [80_000] * 9
+
+
+@pytest.mark.posix
+def test_small_tensors_are_read_together(tmp_path, read):
+    """A hundred calls are enough for a thousand tensors, also where large ones are in between."""
+    path = tmp_path / "file.pt"
+    content = {str(number): torch.full((8,), float(number)) for number in range(1000)}
+    content |= {f"large {number}": torch.rand(20_000) for number in range(10)}
+    torch.save(content, path)
+    del read[:]
+    found = modkit.load_checkpoint(path)
+
+    assert all(torch.equal(found[name], tensor) for name, tensor in content.items())
+    assert len(read) < 100
+    assert sum(read) < path.stat().st_size + 50_000
+
+
+@for_each("name", [str(number) for number in range(5)])
+def test_corruption_that_a_thread_finds(name, tmp_path):
+    """Each tensor is verified before a function has it, also those that a thread has read."""
+    path = tmp_path / "file.pt"
+    content = {str(number): torch.rand(20_000) for number in range(5)}
+    torch.save(content, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(content[name].numpy().tobytes()) + 70_000] ^= 1
+    path.write_bytes(data)
+    seen = []
+
+    def function(storage, location):
+        seen.append(bytes(storage.tolist()))
+        return storage
+
+    with pytest.raises(modkit.errors.FileError, match="does not match its checksum"):
+        modkit.load_checkpoint(path, function)
+    expected = [tensor.numpy().tobytes() for key, tensor in content.items() if key < name]
+    assert seen == expected
