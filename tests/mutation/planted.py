@@ -453,7 +453,7 @@ _IN_FILES: Final = [
     Bug(
         "writing: the mode of the file that is replaced",
         "files/atomic_write.py",
-        "            mode = found.st_mode\n",
+        "            mode = previous.st_mode\n",
         "            pass\n",
         _FILES + "/test_write_faults.py",
     ),
@@ -474,8 +474,8 @@ _IN_FILES: Final = [
     Bug(
         "inspect: the size of a sharded checkpoint",
         "files/inspect.py",
-        "for each in (file, *checkpoint.files))",
-        "for each in checkpoint.files)",
+        "for path in (file, *checkpoint.files))",
+        "for path in checkpoint.files)",
         _FILES + "/test_inspect.py",
     ),
     Bug(
@@ -523,8 +523,8 @@ _IN_FILES: Final = [
     Bug(
         "plain state dicts: a tensor beyond the end of its storage",
         "files/plain_unpickler.py",
-        "        if 0 not in size and (last + 1) * dtype.itemsize > stored.numel * stored.dtype.itemsize:\n",
-        "        if 0 not in size and last * dtype.itemsize > stored.numel * stored.dtype.itemsize:\n",
+        "        if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:\n",
+        "        if last * element.itemsize > stored.nbytes and 0 not in size:\n",
         _FILES + "/test_plain_unpickler.py",
     ),
     Bug(

@@ -1,4 +1,4 @@
-"""Files: what is in them, verification, atomic writes, and readers of torch and safetensors files."""
+"""Files: inspection, verification, atomic writes, readers of torch and safetensors files."""
 
 from modkit._namespace import publish_all
 from modkit.files.inspect import FileInfo, TensorInfo, inspect, verify

@@ -21,8 +21,9 @@ from modkit.files.operating_system import (
 )
 
 
-# Without locks, a private folder is stale after this many seconds without a change. A save may pause, the
-# clocks of two machines may differ, and Windows updates the time of a file when it is closed.
+# Without locks, a private folder is stale after this many seconds without a change. A save may
+# pause, the clocks of two machines may differ, and Windows updates the time of a file when it is
+# closed.
 _STALE_AFTER: Final = 24 * 3600
 # Why a file cannot be replaced, and what to do.
 _MOUNTED: Final = "a mounted file cannot be replaced: mount its folder instead"
@@ -40,38 +41,50 @@ _SUFFIX: Final = ".tmp"
 def atomic_write(path: AnyPath) -> Generator[Path]:
     """Yield a temporary path; if the block ends without an error, that file replaces ``path``.
 
-    The temporary file has the name of the target and lies in a private folder beside it. It is flushed to
-    disk, gets the mode of the file that it replaces, and is renamed. The next write of any file in the
-    folder removes what killed processes have left. Symbolic links are followed; other hard links keep the
-    previous content. A FIFO or a device is written to, which is not atomic. An OSError has ``errno`` and
-    the target, also where a C++ writer inside the block raises an error without ``errno``.
+    The temporary file has the name of the target and lies in a private folder beside it. It is
+    flushed to disk, gets the mode of the file that it replaces, and is renamed. The next write of
+    any file in the folder removes what killed processes have left. Symbolic links are followed;
+    other hard links keep the previous content. A FIFO or a device is written to, which is not
+    atomic.
+
+    Args:
+        path: The target; its folder must exist.
+
+    Raises:
+        OSError: If the file cannot be written, with ``errno`` and the target, also where a C++
+            writer inside the block raises an error without ``errno``, for instance on a full disk.
     """
     given = os.fsdecode(path)
     target = Path(os.path.realpath(given))
     try:
-        found = None
+        previous = None
         with contextlib.suppress(FileNotFoundError):
-            found = Path(given).stat()
-        writing = _replaced(target, found)
-        if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+            previous = Path(given).stat()
+        mode = 0 if previous is None else previous.st_mode
+
+        writing = _replaced(target, previous)
+        if previous is not None and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             # By the given name: the real path of an open pipe (/dev/fd/1) does not exist.
             writing = _streamed(Path(given), target.name)
-        elif found is not None:
-            # Refuse a folder, and, as torch.save does, a write-protected file.
+        elif previous is not None:
+            # A rename would replace a write-protected file, too; torch.save refuses it. And a
+            # folder.
             os.close(os.open(given, os.O_WRONLY))
+
         with writing as unfinished:
             yield unfinished
     except OSError as error:
         # Name the target, not a temporary file.
         name = error.filename
-        ours = name is None or _PREFIX in str(name) or Path(name) in {target.parent, target}
-        if error.errno is None or not ours:
+        is_ours = name is None or _PREFIX in str(name) or Path(name) in {target.parent, target}
+        if error.errno is None or not is_ours:
             raise
         raise OSError(error.errno, error.strerror, given) from error
 
 
 @contextmanager
-def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
+def _replaced(target: Path, previous: os.stat_result | None) -> Generator[Path]:
+    """Yield a path in a private folder; then set the mode of the file, and rename it."""
     remove_stale(target.parent)
     folder, lock = _private_folder(target.parent)
     try:
@@ -80,6 +93,7 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
         unfinished.touch()
         mode = unfinished.stat().st_mode
         unfinished.unlink()
+
         try:
             yield unfinished
         except Exception as error:
@@ -90,11 +104,12 @@ def _replaced(target: Path, found: os.stat_result | None) -> Generator[Path]:
                     file.flush()
                     os.fsync(file.fileno())
             raise
+
         # A compiler makes its file executable.
         mode |= unfinished.stat().st_mode
-        if found is not None:
-            mode = found.st_mode
-            copy_owner(unfinished, found)
+        if previous is not None:
+            mode = previous.st_mode
+            copy_owner(unfinished, previous)
         unfinished.chmod(stat.S_IMODE(mode))
         flush(unfinished)
         _replace(target, unfinished)
@@ -136,13 +151,17 @@ def _private_folder(parent: Path) -> tuple[Path, int | None]:
 
 
 def remove_stale(parent: Path) -> None:
-    """Remove the private folders that killed writers have left in a folder, whatever they wrote."""
-    found: list[Path] = []
+    """Remove the private folders that killed writers have left in a folder, whatever they wrote.
+
+    Args:
+        parent: The folder. Private folders of writers that are alive stay.
+    """
+    private: list[Path] = []
     # A folder may be writable, and not readable.
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         ours = (entry for entry in entries if entry.name.startswith(_PREFIX))
-        found = [Path(entry) for entry in ours if entry.name.endswith(_SUFFIX)]
-    for folder in found:
+        private = [Path(entry) for entry in ours if entry.name.endswith(_SUFFIX)]
+    for folder in private:
         # It may belong to another user, or to a writer that is alive.
         with contextlib.suppress(OSError):
             lock = lock_folder(folder)

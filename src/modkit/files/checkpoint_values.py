@@ -1,7 +1,7 @@
 """Which values a checkpoint may hold: those that ``load_checkpoint`` reads without executing code.
 
-These are what ``torch.load(weights_only=True)`` reads, ``argparse.Namespace``, which timm and others use for
-their options, and numbers and small arrays of NumPy, its random states among them.
+These are what ``torch.load(weights_only=True)`` reads, ``argparse.Namespace``, which timm and
+others use for their options, and numbers and small arrays of NumPy, its random states among them.
 """
 
 import argparse
@@ -36,9 +36,9 @@ _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 def extra_names(content: bytes) -> dict[str, Any]:
     """Return the names in a pickle that torch does not read, with their objects.
 
-    torch has a list of further names, ``torch.serialization.safe_globals``. It is that of the process: a
-    change for one file would be seen by other threads, and some functions of NumPy are safe only with
-    the arguments that :func:`~modkit.files.pickle_limits.pickle_problem` accepts.
+    torch has a list of further names, ``torch.serialization.safe_globals``. It is that of the
+    process: a change for one file would be seen by other threads, and some functions of NumPy are
+    safe only with the arguments that :func:`~modkit.files.pickle_limits.pickle_problem` accepts.
     """
     names: dict[str, Any] = {}
     if b"cargparse\nNamespace\n" in content:
@@ -67,7 +67,13 @@ def _names_of_numpy() -> dict[str, Any]:
 
 
 def checked_pickle() -> Any:
-    """Return a ``pickle_module`` for ``torch.save`` that refuses what ``load_checkpoint`` cannot read."""
+    """Return a ``pickle_module`` for ``torch.save`` that refuses what cannot be loaded.
+
+    The names that ``load_checkpoint`` reads are those at the time of this call, with what
+    ``torch.serialization.add_safe_globals`` has added. Its pickler raises a TypeError that says
+    where the refused entry is, and what to save instead, or a ValueError if the pickle is too
+    large.
+    """
     names = {"argparse.Namespace", "builtins.bytes", *readable_globals(), *_names_of_numpy()}
     members = {"names": names, "by_name": {}}
     return SimpleNamespace(__name__=__name__, Pickler=type("Pickler", (_Pickler,), members))
@@ -90,10 +96,13 @@ class _Pickler(pickle.Pickler):
         except _REFUSALS as error:
             path, entry = self._first_refused(obj)
             raise TypeError(f"save_checkpoint: checkpoint{path} is {_refusal(entry)}") from error
+
         size = self._file.tell()
         if size > MOST_TEXT:
-            text = f"without its tensors it has {size:,} bytes, and load_checkpoint reads {MOST_TEXT:,}"
-            raise ValueError(f"save_checkpoint: {text}; save long lists as tensors")
+            raise ValueError(
+                f"save_checkpoint: without its tensors it has {size:,} bytes, and load_checkpoint "
+                f"reads {MOST_TEXT:,}; save long lists as tensors"
+            )
 
     def reducer_override(self, obj: Any, /) -> Any:
         kind = type(obj)
@@ -104,6 +113,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         if kind.__module__.partition(".")[0] == "numpy" and not _is_readable_number(obj):
             raise pickle.PicklingError(kind.__qualname__)
+
         if kind not in self.by_name:
             is_registered = kind in copyreg.dispatch_table
             self.by_name[kind] = not is_registered and isinstance(obj.__reduce_ex__(2), str)
@@ -117,16 +127,16 @@ class _Pickler(pickle.Pickler):
             raise pickle.PicklingError(name)
 
     def _first_refused(
-        self, found: object, above: frozenset[int] = frozenset()
+        self, entry: object, above: frozenset[int] = frozenset()
     ) -> tuple[str, object]:
         """Return the innermost object that cannot be written, after the keys to it, as code."""
         # A list may contain itself.
-        above |= {id(found)}
-        for key, value in _entries(found):
+        above |= {id(entry)}
+        for key, value in _entries(entry):
             if id(value) not in above and self._refuses(value):
-                path, entry = self._first_refused(value, above)
-                return f"{key}{path}", entry
-        return "", found
+                path, innermost = self._first_refused(value, above)
+                return f"{key}{path}", innermost
+        return "", entry
 
     def _refuses(self, value: object) -> bool:
         try:
@@ -136,20 +146,21 @@ class _Pickler(pickle.Pickler):
         return False
 
 
-def _entries(found: object) -> Iterator[tuple[str, object]]:
-    if isinstance(found, Mapping):
-        yield from ((".keys()", key) for key in found)
-        yield from ((f"[{str(key)[:100]!r}]", value) for key, value in found.items())
-    elif isinstance(found, (set, frozenset)):
-        yield from (("", value) for value in found)
-    elif isinstance(found, (list, tuple)):
-        yield from ((f"[{index}]", value) for index, value in enumerate(found))
-    elif isinstance(found, argparse.Namespace):
-        yield from ((f".{name}", value) for name, value in vars(found).items())
+def _entries(container: object) -> Iterator[tuple[str, object]]:
+    """Yield the values in a container, each with the code that gets it from there."""
+    if isinstance(container, Mapping):
+        yield from ((".keys()", key) for key in container)
+        yield from ((f"[{str(key)[:100]!r}]", value) for key, value in container.items())
+    elif isinstance(container, (set, frozenset)):
+        yield from (("", value) for value in container)
+    elif isinstance(container, (list, tuple)):
+        yield from ((f"[{index}]", value) for index, value in enumerate(container))
+    elif isinstance(container, argparse.Namespace):
+        yield from ((f".{name}", value) for name, value in vars(container).items())
 
 
 def _is_readable_number(obj: Any) -> bool:
-    """Return True for a number, a dtype of numbers or a small array of them; other objects pickle later."""
+    """Return True for a number, a dtype of numbers, or a small array of them."""
     dtype = getattr(obj, "dtype", obj)
     code = getattr(dtype, "str", None)
     return not isinstance(code, str) or (
@@ -171,7 +182,10 @@ def _refusal(entry: Any) -> str:
     """Return the type of an object, and what to save instead."""
     is_named = isinstance(entry, _NAMED)
     kind: Any = entry if is_named else type(entry)
-    name = f"{'' if is_named else 'of type '}{kind.__module__}.{kind.__qualname__}"
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not is_named:
+        name = f"of type {name}"
+
     advice = (
         "save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or allow it with "
         "torch.serialization.add_safe_globals() where you save and load"
@@ -181,5 +195,6 @@ def _refusal(entry: Any) -> str:
     elif getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:
         advice = "save torch.from_numpy(array)"
     elif not is_named:
-        advice = next((text for name, text in _ADVICE.items() if hasattr(entry, name)), advice)
+        known = (hint for attribute, hint in _ADVICE.items() if hasattr(entry, attribute))
+        advice = next(known, advice)
     return f"{name}, which load_checkpoint does not read; {advice}"

@@ -1,7 +1,8 @@
 """Checkpoints of ``torch.save``: written atomically, read with verified checksums.
 
-A fast path reads plain state dicts, with an allow-list of names, and verifies memory as it is read. Other
-files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from the file.
+A fast path reads plain state dicts, with an allow-list of names, and verifies memory as it is read.
+Other files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from
+the file.
 """
 
 import errno
@@ -60,26 +61,27 @@ def save_checkpoint(
 ) -> None:
     """Write a checkpoint as ``torch.save`` does, but atomically and always with checksums.
 
-    After a killed process, a full disk or an error, ``path`` is the previous file or the complete new one.
-    An OSError has ``errno`` and the path.
+    After a killed process, a full disk or an error, ``path`` is the previous file or the complete
+    new one. It has checksums, whatever ``torch.serialization.set_crc32_options`` says.
 
     Args:
-        checkpoint: Dicts, lists, tuples and sets of tensors, numbers, strings and bytes, with numbers and
-            small arrays of NumPy, random states and ``argparse.Namespace``.
-        path: The file; its folder must exist. A symbolic link is followed. An open file is written to at
-            its position, as with ``atomic=False``.
-        atomic: If False, write into the existing file instead of replacing it: for a file that is mounted
-            by itself, or in a folder that is not writable. The checkpoint is made in memory first, so an
-            invalid one changes nothing. A full disk or a killed process leaves a file that
-            ``load_checkpoint`` refuses, and readers may see a part of it. Tensors that are mapped from the
-            file change or, if it gets shorter, end the process.
+        checkpoint: Dicts, lists, tuples and sets of tensors, numbers, strings and bytes, with
+            numbers and small arrays of NumPy, random states and ``argparse.Namespace``.
+        path: The file; its folder must exist. A symbolic link is followed. An open file is written
+            to at its position, as with ``atomic=False``.
+        atomic: If False, write into the existing file instead of replacing it: for a file that is
+            mounted by itself, or in a folder that is not writable. The checkpoint is made in memory
+            first, so an invalid one changes nothing. A full disk or a killed process leaves a file
+            that ``load_checkpoint`` refuses, and readers may see a part of it. Tensors that are
+            mapped from the file change or, if it gets shorter, end the process.
 
     Raises:
-        TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The text
-            says where it is, and what to save instead. Nothing is written. Also for a file that is open
-            as text.
+        TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The
+            text says where it is, and what to save instead. Nothing is written. Also for a file
+            that is open as text.
         ValueError: The checkpoint has more than 128 MB without its tensors.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written, with ``errno`` and the path. A note says if
+            ``atomic=False`` would help.
         AttributeError: ``path`` is neither a path nor a file.
 
     Example:
@@ -92,19 +94,29 @@ def save_checkpoint(
     if not atomic or not isinstance(path, PATH_TYPES):
         _write_in_place(checkpoint, path)
         return
+
     try:
         write_checkpoint(checkpoint, path, checked_pickle())
     except OSError as error:
         file = Path(os.fsdecode(path))
         # Writing into a file that is mapped would change tensors, so it is not advised.
-        helps = error.errno in _NOT_REPLACED and IN_USE not in str(error)
-        if helps and file.is_file() and os.access(file, os.W_OK):
+        may_help = error.errno in _NOT_REPLACED and IN_USE not in str(error)
+        if may_help and file.is_file() and os.access(file, os.W_OK):
             add_note(error, _IN_PLACE)
         raise
 
 
 def write_checkpoint(content: object, path: AnyPath, pickle_module: Any = pickle) -> None:
-    """Write any object as ``torch.save`` does, but atomically and always with checksums."""
+    """Write any object as ``torch.save`` does, but atomically and always with checksums.
+
+    Args:
+        content: What ``torch.save`` can write.
+        path: The file; its folder must exist.
+        pickle_module: That of ``torch.save``.
+
+    Raises:
+        OSError: If the file cannot be written, with ``errno`` and the path.
+    """
     with atomic_write(path) as unfinished, checksums_on():
         torch.save(content, unfinished, pickle_module=pickle_module)
 
@@ -118,13 +130,13 @@ def _write_in_place(content: object, target: Any) -> None:
     with checksums_on():
         torch.save(content, place, pickle_module=checked_pickle())
 
-    rest = buffer.getbuffer()
+    unwritten = buffer.getbuffer()
     opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
     try:
         with opened as file:
             # A file without a buffer may take less than all of it.
-            while rest:
-                rest = rest[file.write(rest) or len(rest) :]
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) or len(unwritten) :]
             file.flush()
             if path and path.is_file():
                 os.fsync(file.fileno())
@@ -153,86 +165,143 @@ def load_checkpoint(
 ) -> Any:
     """Read a file of ``torch.save`` after verifying its checksums.
 
-    Returns what ``torch.load(path, map_location, weights_only=True)`` returns. ``torch.load`` ignores the
-    checksums: a flipped bit in the file silently becomes another weight. Plain state dicts are verified
-    while they are read: many small tensors are faster than with ``torch.load``, large ones take about the
-    same time if the package zlib-ng is installed. Other files are read twice.
+    ``torch.load`` ignores the checksums: a flipped bit in the file silently becomes another weight
+    (https://github.com/pytorch/pytorch/issues/126952). Plain state dicts are verified while they
+    are read: many small tensors are faster than with ``torch.load``, large ones take about the same
+    time if the package zlib-ng is installed. Other files are verified, and then read by torch.
 
     Args:
-        path: The file, or one that is open for reading, which is read into memory from its position on.
-        map_location: Device of the tensors, a dict of devices, or a function, as in ``torch.load``. A
-            function receives verified storages. With ``"meta"``, the content of tensors is neither read
-            nor verified; everything else is.
-        mmap: Map the file into memory instead of reading the tensors. It must not be changed in place
-            while they are in use; replacing it, as ``save_checkpoint`` does, is safe, or refused (Windows).
+        path: The file, or one that is open for reading, which is read into memory from its position
+            on.
+        map_location: Device of the tensors, a dict of devices, or a function, as in ``torch.load``.
+            A function receives verified storages. With ``"meta"``, the content of tensors is
+            neither read nor verified; everything else is.
+        mmap: Map the file into memory instead of reading the tensors. It must not be changed in
+            place while they are in use; replacing it, as ``save_checkpoint`` does, is safe, or
+            refused (Windows).
+
+    Returns:
+        What ``torch.load(path, map_location, weights_only=True)`` returns. No code from the file is
+        executed.
 
     Raises:
-        FileError: If it is corrupt, has no checksums, or cannot be loaded with ``weights_only=True``.
-        RuntimeError: If ``map_location`` names a device that is not available, as ``torch.load`` raises. What
-            a function raises is passed on.
+        FileNotFoundError: If there is no such file.
+        FileError: If it is corrupt, has no checksums, is of another kind, or cannot be loaded with
+            ``weights_only=True``.
+        RuntimeError: If ``map_location`` names a device that is not available, as ``torch.load``
+            raises. What a function raises is passed on.
         ValueError: If ``mmap`` is True for an open file.
         TypeError: If a file is open as text.
         AttributeError: If ``path`` is neither a path nor a file.
+
+    Example:
+        >>> import torch
+        >>> from modkit import load_checkpoint
+        >>> path = tmp_path / "last.pt"
+        >>> torch.save({"weight": torch.ones(2, 3)}, path)
+        >>> load_checkpoint(path, map_location="cpu")["weight"].shape
+        torch.Size([2, 3])
     """
     if not isinstance(path, PATH_TYPES):
         if mmap:
             raise ValueError("f must be a file path in order to use the mmap argument")
         if not hasattr(path, "read"):
             torch.load(path, weights_only=True)  # raises torch's error
+
     with open_source(path) as (source, what), collector_paused():
         archive = archive_of(source, what, kinds.TORCH_SAVE)
         if not archive.has_checksums:
-            advice = "without checksums; torch.load(path, weights_only=True) reads it unverified"
-            raise FileError(f"{archive.what} was written {advice}", kinds.TORCH_SAVE)
+            raise FileError(
+                f"{archive.what} was written without checksums; "
+                "torch.load(path, weights_only=True) reads it unverified",
+                kinds.TORCH_SAVE,
+            )
         checked = set(archive.members)
         if is_meta(map_location):
             # The content of tensors is not read.
             checked = {name for name in checked if not name.startswith("data/")}
 
+        # Kept for the unpickler, so that verifying does not read it as well.
+        archive.text("data.pkl")
         if mmap:
             archive.verify(checked)
         mapped = source if mmap and isinstance(source, int) else None
-        found = _read_plain(archive, mapped, map_location)
-        if found is not None:
-            return found
-        if not mmap:
-            archive.verify(checked)
+        content = _read_plain(archive, mapped, map_location)
+        # Members that have not been read yet, such as tensors that the pickle does not name.
+        archive.verify(checked)
+        if content is not None:
+            return content
         return _left_to_torch(archive, source, map_location, mmap=mmap)
 
 
 class Checksums:
-    """The checksums of the storages in a file, tested when a tensor is used."""
+    """The checksums of the storages in a file, tested when a tensor is used.
+
+    Args:
+        archive: The file; without checksums, nothing is tested.
+    """
 
     def __init__(self, archive: Archive) -> None:
-        self._archive, self._intact = archive, set[int]()
+        self._archive = archive
+        # The addresses of storages that have been tested.
+        self._intact = set[int]()
         members = archive.members.values() if archive.has_checksums else ()
-        self._known = {(member.size, member.crc) for member in members}
+        self._expected = {(member.size, member.crc) for member in members}
 
     def check(self, name: str, tensor: Tensor) -> None:
-        """Raise FileError if the storage of a tensor is corrupt; each storage is read once."""
+        """Test the storage of a tensor; each storage is read once.
+
+        Args:
+            name: The name of the tensor, for the error.
+            tensor: A tensor from the file, on the CPU.
+
+        Raises:
+            FileError: If the storage is corrupt.
+        """
         storage = tensor.untyped_storage()
-        size, address = storage.nbytes(), storage.data_ptr()
-        if not self._known or not size or address in self._intact:
+        size = storage.nbytes()
+        address = storage.data_ptr()
+        if not self._expected or not size or address in self._intact:
             return
         # torch does not tell which member a storage was.
-        if (size, crc32(memory_of(storage))) not in self._known:
+        if (size, crc32(memory_of(storage))) not in self._expected:
             raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
         self._intact.add(address)
 
 
 def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
-    """Return the content of a file, mapped into memory with a verified pickle, and its checksums."""
-    with open_regular(path) as descriptor, collector_paused():
+    """Return the content of a file, as :func:`mapped_content`, and its checksums."""
+    with open_regular(path) as descriptor:
         archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
+        return mapped_content(archive, descriptor), Checksums(archive)
+
+
+def mapped_content(archive: Archive, descriptor: int) -> Any:
+    """Return the content of an archive, mapped into memory: its pickle is verified, not tensors.
+
+    Args:
+        archive: The archive.
+        descriptor: The descriptor of its file.
+
+    Raises:
+        FileError: If the archive is corrupt, or cannot be loaded with ``weights_only=True``.
+    """
+    with collector_paused():
+        # Kept for the unpickler, so that verifying does not read it as well.
+        archive.text("data.pkl")
         archive.verify(name for name in archive.members if not name.startswith("data/"))
-        found = _read_plain(archive, descriptor, "cpu")
-        if found is None:
-            found = _left_to_torch(archive, descriptor, "cpu", mmap=True)
-        return found, Checksums(archive)
+        content = _read_plain(archive, descriptor, "cpu")
+        if content is None:
+            content = _left_to_torch(archive, descriptor, "cpu", mmap=True)
+        return content
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:
-    """Raise FileError if a file of torch is corrupt; files of formats without checksums pass."""
+    """Test the checksums of a file of torch; files of formats without checksums pass.
+
+    Raises:
+        FileError: If the file is corrupt, empty, or not as torch writes it.
+    """
     with open_regular(path) as descriptor:
         if read_some(descriptor, 0, 2) in {b"", b"PK"}:
             Archive(descriptor, os.fspath(path)).verify()
@@ -240,14 +309,15 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
 
 def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, mmap: bool) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
-    what = f"{archive.what} cannot be read as a checkpoint"
-    content = archive.read("data.pkl")
+    refused = f"{archive.what} cannot be read as a checkpoint"
+    content = archive.text("data.pkl")
     if problem := pickle_problem(content, archive.members, trusted=allowed_by_user()):
-        raise FileError(f"{what}: data.pkl: {problem}")
-    order = archive.read("byteorder") if "byteorder" in archive.members else b""
+        raise FileError(f"{refused}: data.pkl: {problem}")
+    order = archive.text("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
     if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
-        raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
+        raise FileError(f"{refused}: torch cannot swap the bytes of tensors without memory")
+
     names = extra_names(content)
     mapped = None
     if isinstance(source, int):
@@ -262,62 +332,63 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
                 return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        unsafe = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
-        reason = "its pickle is invalid, or of a kind that weights_only=True does not read"
-        if unsafe:
-            reason = (
-                f"it needs {unsafe[0]}, and loading that would execute code; none was executed. If you "
-                f"trust the file, load it inside torch.serialization.safe_globals([{unsafe[0]}])"
-            )
-        raise UnsafeFileError(f"{what}: {reason}") from error
+        raise UnsafeFileError(f"{refused}: {_unsafe_reason(error)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__
-        raise FileError(f"{what}: {reason}") from error
+        raise FileError(f"{refused}: {reason}") from error
+
+
+def _unsafe_reason(error: pickle.UnpicklingError) -> str:
+    """Return why torch refuses a pickle, with the name that it refuses."""
+    names = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
+    if not names:
+        return "its pickle is invalid, or of a kind that weights_only=True does not read"
+    return (
+        f"it needs {names[0]}, and loading that would execute code; none was executed. If you "
+        f"trust the file, load it inside torch.serialization.safe_globals([{names[0]}])"
+    )
 
 
 def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
     """Return the content of a plain state dict, or None to let torch read the file.
 
-    Tensors are mapped from a descriptor, unverified, or read and verified with all other members.
+    Tensors are mapped from a descriptor, unverified, or verified while they are read.
     """
     if modes_are_active() or not is_for_plain_unpickler(archive):
         return None
-    storages = Storages(archive, map_location, mapped)
-    try:
-        if storages.maps_by_function:
-            # The function is called once for each storage: not here and then again by torch.
-            _unpickled(archive, storages.on_meta)
-        found, used = _unpickled(
-            archive, storages.on_meta if is_meta(map_location) else storages.allocate
-        )
-    except FileError:
-        raise
-    except Exception as error:
-        # A device or a function that the caller names is not an error of the file.
-        if map_location is not None and error is storages.error:
+
+    with Storages(archive, map_location, mapped) as storages:
+        try:
+            if storages.maps_by_function:
+                # The function is called once for each storage: not here and then again by torch.
+                _unpickled(archive, storages.plan)
+            allocate = storages.on_meta if is_meta(map_location) else storages.allocate
+            content = _unpickled(archive, allocate)
+        except FileError:
             raise
-        # torch reads the file, or raises its own error.
-        return None
-    archive.read_all(storages.unread)
-    if mapped is None:
-        archive.verify(archive.members.keys() - used)
-    return found
+        except Exception as error:
+            # A device or a function that the caller names is not an error of the file.
+            if map_location is not None and error is storages.error:
+                raise
+            # torch reads the file, or raises its own error.
+            return None
+
+        archive.read_all(storages.unread)
+    return content
 
 
-def _unpickled(
-    archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]
-) -> tuple[Any, set[str]]:
-    """Return the content of a plain state dict and the members it uses, or raise for torch to read."""
+def _unpickled(archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]) -> Any:
+    """Return the content of a plain state dict, or raise for torch to read it."""
     unpickler = PlainUnpickler(archive, allocate)
     try:
-        found = unpickler.load()
+        content = unpickler.load()
     finally:
         # The memo references the unpickler, and so all tensors.
         unpickler.memo.clear()
-    if not is_plain(found, set()):
+    if not is_plain(content, set()):
         raise pickle.UnpicklingError
-    return found, unpickler.used
+    return content
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

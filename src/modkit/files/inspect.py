@@ -14,8 +14,8 @@ from torch import Tensor
 
 from modkit.errors import FileError, printable
 from modkit.files import kinds
-from modkit.files.checkpoints import UnsafeFileError, read_mapped
-from modkit.files.kinds import check_facts, other_file, parse_digest
+from modkit.files.checkpoints import UnsafeFileError, mapped_content
+from modkit.files.kinds import archive_of, check_facts, other_file, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import INDEX, Checkpoint, file_in
 from modkit.files.zip_archive import Archive, open_regular, read_some
@@ -24,6 +24,7 @@ from modkit.files.zip_archive import Archive, open_regular, read_some
 # A hostile file can name one object a billion times. Each listed entry costs its name and 64.
 _BUDGET: Final = 1 << 26
 _MAX_NAME: Final = 1000
+_DEEPEST: Final = 16
 _ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
 # Members that are verified before their bytes, still in the page cache, are hashed.
@@ -33,7 +34,14 @@ _CHUNK: Final = 1 << 20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, shape, dtype (such as ``"bfloat16"``) and size in bytes of a tensor in a file."""
+    """A tensor in a file.
+
+    Attributes:
+        name: Its name in the file; keys of nested dicts are joined by dots.
+        shape: Its shape; ``()`` for a nested tensor.
+        dtype: Its dtype, such as ``"bfloat16"``.
+        nbytes: Size in bytes of its elements; 0 for a sparse or nested tensor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -43,18 +51,24 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The content of a file. Names are those in the file: print them with ``modkit.errors.printable``.
+    """The content of a file.
+
+    Names are those in the file: print them with ``modkit.errors.printable``.
 
     Attributes:
-        kind: ``"torch.save file"``, ``"torch.save file (before torch 1.6)"``, ``"TorchScript archive"``,
-            ``"torch.export archive"``, ``"safetensors file"``, ``"sharded checkpoint"``, ``"zip file"``,
-            ``"pickle"``, ``"text file"`` or ``"unknown file"``.
-        nbytes: Size in bytes, including all shards.
+        path: The path that ``inspect`` was given.
+        kind: ``"torch.save file"``, ``"torch.save file (before torch 1.6)"``, ``"TorchScript
+            archive"``, ``"torch.export archive"``, ``"safetensors file"``, ``"sharded
+            checkpoint"``, ``"zip file"``, ``"pickle"``, ``"text file"`` or ``"unknown file"``.
+        nbytes: Size of the file in bytes, including all shards.
         sha256: SHA-256 of the file, or ``""`` for a sharded checkpoint and with ``hashed=False``.
-        entries: Other entries of a checkpoint, such as the epoch, with a shortened ``repr``; the members
-            of an archive, with their sizes.
-        groups: Names under each key that ``average_checkpoints`` accepts, ``""`` for the whole file.
-        note: Remarks, for instance that loading the file would execute code.
+        tensors: The tensors, in the order of the file.
+        entries: Other entries of a checkpoint, such as the epoch, with a shortened ``repr``; the
+            members of an archive, with their sizes.
+        groups: The names directly under each key that ``average_checkpoints`` accepts, ``""`` for
+            the whole file.
+        note: Remarks, for instance that loading the file would execute code, or that the listing is
+            cut.
     """
 
     path: str
@@ -80,12 +94,12 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
     Args:
         path: A file, the ``.index.json`` of a sharded checkpoint, or a directory that transformers,
             diffusers or peft wrote, or that has a single checkpoint.
-        hashed: Compute the SHA-256, for which the whole file is read. With False, only names, shapes and
-            the pickle are read, which takes milliseconds for a file of any size.
+        hashed: Compute the SHA-256, for which the whole file is read. With False, only names,
+            shapes and the pickle are read, which takes milliseconds for a file of any size.
 
     Returns:
-        The kind of the file and its content. For a pickle that is more than plain data, ``note`` says
-        that loading it would execute code.
+        The kind of the file and its content. For a pickle that is more than plain data, ``note``
+        says that loading it would execute code.
 
     Raises:
         FileNotFoundError: If there is no such file, or the directory has no checkpoint.
@@ -102,24 +116,27 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
     file = file_in(Path(path))
     if file.name.endswith(INDEX):
         checkpoint = Checkpoint(file, None)
-        size = sum(each.stat().st_size for each in (file, *checkpoint.files))
+        size = sum(path.stat().st_size for path in (file, *checkpoint.files))
         return _of_table(checkpoint, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
+
     with open_regular(file) as descriptor:
         kind = kinds.kind_of(descriptor)
         if kind in {kinds.EMPTY, kinds.CORRUPT_ZIP}:
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive")
+
         opened = SafetensorsFile(file) if kind == kinds.SAFETENSORS else None
         size = os.fstat(descriptor).st_size
         digest = kinds.sha256_of(descriptor) if hashed else ""
         info = FileInfo(os.fspath(path), kind, size, digest)
+
         if kind == kinds.TORCH_SAVE:
-            return _of_torch_save(file, Archive(descriptor, str(file)), info)
+            return _of_torch_save(descriptor, archive_of(descriptor, str(file), kind), info)
         if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
             members = Archive(descriptor, str(file)).members.items()
-            return replace(info, entries={name: f"{each.size} bytes" for name, each in members})
+            return replace(info, entries={name: f"{member.size} bytes" for name, member in members})
         if opened is not None:
             metadata = islice(opened.metadata.items(), 1000)
-            entries = {name[:_MAX_NAME]: _short(text) for name, text in metadata}
+            entries = {name[:_MAX_NAME]: _short(value) for name, value in metadata}
             return replace(_of_table(opened, info), entries=entries)
         note = kinds.first_line(descriptor) if kind == kinds.TEXT else kinds.ADVICE.get(kind, "")
         return replace(info, note=note)
@@ -128,8 +145,9 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
 def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
     """Test whether a file is intact, without loading it.
 
-    torch.save files, TorchScript and torch.export archives have a checksum for each record. Safetensors
-    files have none; only their header is tested. Other files pass only with the right ``sha256``.
+    torch.save files, TorchScript and torch.export archives have a checksum for each record.
+    Safetensors files have none; only their header is tested. Other files pass only with the right
+    ``sha256``.
 
     Args:
         path: See :func:`inspect`.
@@ -137,7 +155,8 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
 
     Raises:
         FileNotFoundError: If there is no such file, or the directory has no checkpoint.
-        FileError: If the file is corrupt, has another digest or no checksums, or is of another kind.
+        FileError: If the file is corrupt, has another digest or no checksums, or is of another
+            kind.
         ImportError: If a safetensors file is tested without the package safetensors.
 
     Example:
@@ -162,7 +181,7 @@ def check_file(
     *,
     hashed: bool = False,
     any_kind: bool = False,
-    progress: Callable[[float], object] = lambda part: None,
+    progress: Callable[[float], object] = lambda fraction: None,
 ) -> Tested:
     """Test whether one file is intact; of an index, whether its shards have all tensors.
 
@@ -220,30 +239,30 @@ def _read_all(
     size = os.fstat(descriptor).st_size
     members = sorted(archive.members.items(), key=lambda item: item[1].header) if archive else []
     digest = hashlib.sha256()
-    at = 0
+    hashed_bytes = 0
 
     for first in range(0, max(len(members), 1), _BATCH):
         if archive is not None:
             archive.verify(name for name, _ in members[first : first + _BATCH])
         following = members[first + _BATCH :][:1]
         end = following[0][1].header if following else size
-        while hashed and at < end:
-            chunk = read_some(descriptor, at, min(_CHUNK, end - at))
+        while hashed and hashed_bytes < end:
+            chunk = read_some(descriptor, hashed_bytes, min(_CHUNK, end - hashed_bytes))
             if not chunk:
                 break
             digest.update(chunk)
-            at += len(chunk)
-            progress(at / size)
+            hashed_bytes += len(chunk)
+            progress(hashed_bytes / size)
         progress(end / max(size, 1))
     return digest.hexdigest() if hashed else ""
 
 
-def _of_torch_save(file: Path, archive: Archive, info: FileInfo) -> FileInfo:
+def _of_torch_save(descriptor: int, archive: Archive, info: FileInfo) -> FileInfo:
     # A corrupt pickle is an error, a pickle of something else than plain data is a note.
-    if kinds.kind_of(archive.read("data.pkl")) != kinds.PICKLE:
+    if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
         raise archive.corrupt("its pickle is invalid")
     try:
-        return _of_content(read_mapped(file)[0], info)
+        return _of_content(mapped_content(archive, descriptor), info)
     except UnsafeFileError as error:
         reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
         return replace(info, note=f"{reason}. {kinds.ADVICE[kinds.PICKLE]}")
@@ -272,18 +291,19 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
     groups: dict[str, tuple[str, ...]] = {}
     left = _BUDGET
 
-    def walk(found: object, key: str, depth: int) -> None:
+    def walk(entry: object, key: str, depth: int) -> None:
         nonlocal left
-        if isinstance(found, Tensor):
-            shape = () if found.is_nested else tuple(found.shape)
+        if isinstance(entry, Tensor):
+            shape = () if entry.is_nested else tuple(entry.shape)
             # Sparse and nested tensors have no storage of their own.
-            size = found.nbytes if found.layout == torch.strided and not found.is_nested else 0
-            tensors.append(TensorInfo(key, shape, str(found.dtype)[6:], size))
+            size = entry.nbytes if entry.layout == torch.strided and not entry.is_nested else 0
+            tensors.append(TensorInfo(key, shape, str(entry.dtype)[6:], size))
             return
-        items = None if depth > 16 else _items(found)
+        items = None if depth > _DEEPEST else _items(entry)
         if items is None:
-            entries[key] = _short(found)
+            entries[key] = _short(entry)
             return
+
         names: list[str] = []
         groups[key] = ()
         for name, value in items:
@@ -299,17 +319,17 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
     return replace(info, tensors=tuple(tensors), entries=entries, groups=groups, note=note)
 
 
-def _items(found: object) -> Iterable[tuple[str, object]] | None:
+def _items(entry: object) -> Iterable[tuple[str, object]] | None:
     """Return the entries of a mapping, or of a list that begins with tensors or mappings."""
-    if isinstance(found, argparse.Namespace):
-        found = vars(found)
-    if isinstance(found, Mapping):
-        entries = cast("Mapping[object, object]", found)
+    if isinstance(entry, argparse.Namespace):
+        entry = vars(entry)
+    if isinstance(entry, Mapping):
+        entries = cast("Mapping[object, object]", entry)
         # An attribute from the file may hide the method.
-        pairs = dict.items(found) if isinstance(found, dict) else entries.items()
+        pairs = dict.items(entry) if isinstance(entry, dict) else entries.items()
         return ((n[:_MAX_NAME] if isinstance(n, str) else _short(n), v) for n, v in pairs)
-    if isinstance(found, (list, tuple)):
-        values = cast("Sequence[object]", found)
+    if isinstance(entry, (list, tuple)):
+        values = cast("Sequence[object]", entry)
         if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):
             return ((str(index), value) for index, value in enumerate(values))
     return None
@@ -319,9 +339,11 @@ def _short(value: object, *, nested: bool = False) -> str:
     """Return a ``repr`` of bounded length and cost."""
     if isinstance(value, (list, tuple)) and not nested:
         values = cast("Sequence[object]", value)
-        parts = [_short(each, nested=True) for each in values[:8]]
-        text = ", ".join([*parts, "..."] if len(values) > 8 else parts)
-        return f"[{text}]" if isinstance(value, list) else f"({text})"
+        items = [_short(item, nested=True) for item in values[:8]]
+        if len(values) > len(items):
+            items.append("...")
+        joined = ", ".join(items)
+        return f"[{joined}]" if isinstance(value, list) else f"({joined})"
     if isinstance(value, (str, bytes)):
         return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
     small = isinstance(value, int) and value.bit_length() <= 256

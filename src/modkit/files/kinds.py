@@ -30,13 +30,14 @@ UNKNOWN: Final = "unknown file"
 
 ADVICE: Final = {
     TORCH_SAVE: "read it with modkit.load_checkpoint",
-    LEGACY: "it has no checksums; read it with torch.load(..., weights_only=True) and save it again",
+    LEGACY: "it has no checksums; read it with torch.load(..., weights_only=True) and save it "
+    "again",
     TORCHSCRIPT: "read it with modkit.jit.load",
     FLATBUFFER: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
-    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it names. "
-    "fickling and picklescan analyse such files",
+    PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it "
+    "names. fickling and picklescan analyse such files",
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
@@ -47,30 +48,43 @@ _CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
 
 
 def kind_of(source: int | bytes) -> str:
-    """Return the kind of a file, given as a descriptor or as its content."""
-    head = read_some(source, 0, _HEAD)
-    if not head:
-        return EMPTY
-    if head.startswith((b"PK\x03\x04", b"PK\x05\x06")):
+    """Return the kind of a file, from its first bytes.
+
+    Args:
+        source: The descriptor of the file, or its content.
+    """
+    if read_some(source, 0, 4) in {b"PK\x03\x04", b"PK\x05\x06"}:
         try:
             return kind_of_members(Archive(source, "").members)
         except FileError as error:
             return error.kind
+
+    head = read_some(source, 0, _HEAD)
+    if not head:
+        return EMPTY
     # The identifier of a flatbuffer comes after an offset of four bytes.
     if head[4:8] == b"PTMF":
         return FLATBUFFER
     # A JSON header after its length, which safetensors limits too.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
         return SAFETENSORS
-    if found := _kind_of_pickle(head):
-        return found
+    kind = _kind_of_pickle(head)
+    if kind is not None:
+        return kind
     # The last character may be cut off. Surrogates are not printable.
-    text = (head[:-3] if len(head) == _HEAD else head).decode("utf-8", "surrogateescape")
-    return TEXT if all(c.isprintable() or c in "\ufeff\t\n\r\f" for c in text) else UNKNOWN
+    if len(head) == _HEAD:
+        head = head[:-3]
+    characters = head.decode("utf-8", "surrogateescape")
+    is_text = all(c.isprintable() or c in "\ufeff\t\n\r\f" for c in characters)
+    return TEXT if is_text else UNKNOWN
 
 
 def kind_of_members(names: Collection[str]) -> str:
-    """Return the kind of a zip file from the names of its members."""
+    """Return the kind of a zip file from the names of its members.
+
+    Args:
+        names: The names without the folder that contains all members.
+    """
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return TORCHSCRIPT
     if "serialized_exported_program.json" in names or "archive_format" in names:
@@ -78,46 +92,62 @@ def kind_of_members(names: Collection[str]) -> str:
     return TORCH_SAVE if "data.pkl" in names else ZIP
 
 
-def wrong_kind(source: int | bytes, what: str, wanted: str) -> FileError:
-    """Return the error for a file of another kind than wanted: its kind, and what reads it."""
+def wrong_kind(source: int | bytes, what: str, expected: str) -> FileError:
+    """Return the error for a file of another kind than expected: its kind, and what reads it.
+
+    Args:
+        source: The descriptor of the file, or its content.
+        what: How errors name the file.
+        expected: The kind that was expected, with its article.
+    """
     kind = kind_of(source)
     if kind in {CORRUPT_ZIP, ZIP}:
         try:
             Archive(source, what)
         except FileError as error:
             return error
+
     advice = first_line(source) if kind == TEXT else ADVICE.get(kind)
-    if kind == LEGACY and wanted == f"a {TORCH_SAVE}":
-        wanted = f"{wanted} with checksums"
+    if kind == LEGACY and expected == f"a {TORCH_SAVE}":
+        expected = f"{expected} with checksums"
     article = "an" if kind[0] in "aeu" else "a"
-    text = f"{what} is {article} {kind}, not {wanted}"
-    return FileError(f"{text}: {advice}" if advice else text, kind)
+    message = f"{what} is {article} {kind}, not {expected}"
+    return FileError(f"{message}: {advice}" if advice else message, kind)
 
 
 def first_line(source: int | bytes) -> str:
-    """Return how a text file begins, which identifies a Git LFS pointer or an HTML page."""
-    text = read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
-    return f"it begins with {printable(text.splitlines()[0][:60] if text else '')!r}"
+    """Return how a text file begins, which identifies a Git LFS pointer or an HTML page.
+
+    Args:
+        source: The descriptor of the file, or its content.
+    """
+    lines = (
+        read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").splitlines()
+    )
+    return f"it begins with {printable(lines[0][:60] if lines else '')!r}"
 
 
 def _kind_of_pickle(head: bytes) -> str | None:
     """Return the kind of bytes that begin like a pickle, or would execute code if unpickled."""
-    seen: list[str] = []
+    names: list[str] = []
     with warnings.catch_warnings():
         # pickletools warns of invalid escapes in strings.
         warnings.simplefilter("ignore")
         with contextlib.suppress(ValueError):
             for instruction, argument, _ in islice(pickletools.genops(head), 10_000):
                 name = instruction.name
-                parts = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
                 # The letters of a text are instructions of protocol 0, but not a valid sequence.
-                if not all(map(str.isidentifier, parts)) or (name == "INST" and "MARK" not in seen):
+                imported = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
+                if not all(map(str.isidentifier, imported)):
                     break
-                if argument == _LEGACY_MAGIC and len(seen) < 3:
+                if name == "INST" and "MARK" not in names:
+                    break
+                if argument == _LEGACY_MAGIC and len(names) < 3:
                     return LEGACY
-                seen.append(name)
-        runs_code = not (_IMPORTS.isdisjoint(seen) or _CALLS.isdisjoint(seen))
-        if runs_code or (head.startswith(b"\x80") and len(seen) >= 3):
+                names.append(name)
+
+        runs_code = not (_IMPORTS.isdisjoint(names) or _CALLS.isdisjoint(names))
+        if runs_code or (head.startswith(b"\x80") and len(names) >= 3):
             return PICKLE
         # pickletools raises IndexError for a mark that POP has taken.
         with contextlib.suppress(ValueError, IndexError):
@@ -127,35 +157,66 @@ def _kind_of_pickle(head: bytes) -> str | None:
 
 
 def parse_digest(sha256: str) -> str:
-    """Return the hexadecimal digits of a SHA-256 in lower case; raise ValueError if it is not one."""
-    text = sha256.strip().lower().removeprefix("sha256:")
-    if not re.fullmatch("[0-9a-f]{64}", text):
+    """Return the hexadecimal digits of a SHA-256 in lower case.
+
+    Args:
+        sha256: The digits, in upper or lower case, optionally after ``sha256:``.
+
+    Raises:
+        ValueError: If it is not a SHA-256.
+    """
+    digits = sha256.strip().lower().removeprefix("sha256:")
+    if not re.fullmatch("[0-9a-f]{64}", digits):
         raise ValueError(f"{sha256!r} is not a SHA-256 digest: 64 hexadecimal digits")
-    return text
+    return digits
 
 
 def sha256_of(source: int | bytes) -> str:
     """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
-    digest, at = hashlib.sha256(), 0
-    while chunk := read_some(source, at, 1 << 20):
+    digest = hashlib.sha256()
+    position = 0
+    while chunk := read_some(source, position, 1 << 20):
         digest.update(chunk)
-        at += len(chunk)
+        position += len(chunk)
     return digest.hexdigest()
 
 
 def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
-    """Raise FileError if a file has another SHA-256 than expected."""
-    if sha256 is not None and (wanted := parse_digest(sha256)) != (found := sha256_of(source)):
-        raise other_file(what, wanted, found)
+    """Compare the SHA-256 of a file with the expected one.
+
+    Args:
+        source: The descriptor of the file, or its content.
+        what: How errors name the file.
+        sha256: The expected digest, as for :func:`parse_digest`; None to compare nothing.
+
+    Raises:
+        FileError: If the file has another digest.
+        ValueError: If ``sha256`` is not a digest.
+    """
+    if sha256 is None:
+        return
+    expected = parse_digest(sha256)
+    actual = sha256_of(source)
+    if actual != expected:
+        raise other_file(what, expected, actual)
 
 
-def other_file(what: str, expected: str, found: str) -> FileError:
+def other_file(what: str, expected: str, actual: str) -> FileError:
     """Return the error for a file that has another SHA-256 than expected."""
-    return FileError(f"{what} has the SHA-256 {found}, not {expected}: it is another file")
+    return FileError(f"{what} has the SHA-256 {actual}, not {expected}: it is another file")
 
 
 def archive_of(source: int | bytes, what: str, kind: str) -> Archive:
-    """Open a zip file of torch; raise FileError if it is of another kind, or not as torch writes it."""
+    """Open a zip file of torch.
+
+    Args:
+        source: The descriptor of the file, or its content.
+        what: How errors name the file.
+        kind: The kind that it must be of.
+
+    Raises:
+        FileError: If it is of another kind, or not as torch writes it.
+    """
     if read_some(source, 0, 2) == b"PK":
         archive = Archive(source, what)
         if kind_of_members(archive.members) == kind:
@@ -176,8 +237,12 @@ _FACTS: Final = {
 
 
 def check_facts(archive: Archive) -> None:
-    """Raise FileError if a small member, such as the version, has content that torch never writes."""
+    """Test the small members, such as the version, for content that torch's readers trust.
+
+    Raises:
+        FileError: If one has content that torch never writes.
+    """
     for name in _FACTS.keys() & archive.members.keys():
-        content = archive.read(name)
+        content = archive.text(name)
         if not _FACTS[name].fullmatch(content):
             raise archive.corrupt(f"{name} is {content[:40]!r}, which torch never writes")

@@ -1,7 +1,7 @@
-"""Calls that not every operating system has, and replacements for them; the rest of this folder is portable.
+"""Calls that not every operating system has, with replacements; the rest of this folder has none.
 
-Linux has all of it. macOS has no ``/proc``, and no ``preadv`` before macOS 11. Windows has no reads at a
-place, no locks of folders, no owners, and opens no folder.
+Linux has all of it. macOS has no ``/proc``, and no ``preadv`` before macOS 11. Windows has no reads
+at a place, no locks of folders, no owners, and opens no folder.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _POSITION: Final = threading.Lock()
 
 
 def read_at(descriptor: int, count: int, start: int) -> bytes:
-    """Return bytes of a file from a place on; fewer at its end, in large reads, and after a signal."""
+    """Return bytes from a place in a file on; fewer at its end, or after a signal."""
     if hasattr(os, "pread"):
         return os.pread(descriptor, count, start)
     # The threads that verify a file share its position.
@@ -36,7 +36,7 @@ def read_at(descriptor: int, count: int, start: int) -> bytes:
 
 
 def read_into_at(descriptor: int, target: memoryview, start: int) -> int:
-    """Read bytes of a file from a place on into memory, and return their number, as :func:`read_at`."""
+    """Read into memory as :func:`read_at` does, and return the number of bytes."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], start)
     content = read_at(descriptor, len(target), start)
@@ -49,22 +49,26 @@ def path_of(descriptor: int, path: str | os.PathLike[str]) -> str:
 
     On Windows that is its own path: no file can replace one that is open.
     """
-    found = (Path(folder, str(descriptor)) for folder in _OPEN_FILES)
-    return next((str(name) for name in found if name.exists()), os.fspath(path))
+    candidates = (Path(folder, str(descriptor)) for folder in _OPEN_FILES)
+    return next((str(name) for name in candidates if name.exists()), os.fspath(path))
 
 
 def lock_folder(folder: Path) -> int | None:
-    """Lock a folder as long as the process lives; return the descriptor, or None without locks.
+    """Lock a folder, and return the descriptor that holds the lock, or None without locks.
+
+    The kernel releases the lock of a killed process.
 
     Raises:
         BlockingIOError: If another writer has locked it.
     """
     if fcntl is None:
         return None
+
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,8 +1,17 @@
 """Limits on what a pickle may make torch's readers do: nesting, hashing, memory.
 
-In C++, deep nesting overflows the stack, and a storage is as large as the pickle states. In Python, hashing
-nested tuples takes exponential time, and a byte may make an object of 200. This module follows the
-instructions without making the objects.
+In C++, deep nesting overflows the stack, and a storage is as large as the pickle states. In Python,
+hashing nested tuples takes exponential time, and a byte may make an object of 200. This module
+follows the instructions without making the objects.
+
+The limits, each with the attack that it stops:
+
+- levels of nesting: a stack overflow in the reader or in the destructor of what it has made;
+- objects that are visited for hashes: tuples within tuples, which double the time with each level;
+- memory of containers, linear in the size of the pickle: a file of 5 MB that takes 700 MB;
+- places of the memo: one number that makes a reader allocate all places below it;
+- sizes of storages: one number that makes a reader allocate terabytes;
+- objects of NumPy: a dtype whose flags make readers take numbers for addresses.
 """
 
 import gc
@@ -23,23 +32,46 @@ from modkit.files.zip_records import Member
 
 DEEPEST: Final = 1000
 _DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
+# The instructions of torch's readers, by their names in pickletools.
+_TUPLES: Final = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
+_EMPTY: Final = {"EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
 _FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
+_CALLS: Final = {"GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID"}
+_NUMBERS: Final = {"BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1"}
+_STRINGS: Final = {"BINUNICODE", "SHORT_BINSTRING"}
+_MEMO: Final = {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
+_STACK: Final = {"PROTO", "MARK", "POP", "DUP", "STOP"}
+_CONSTANTS: Final[dict[str, object]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_KNOWN: Final = (
+    _TUPLES | _EMPTY | _FILLS | _CALLS | _NUMBERS | _STRINGS | _MEMO | _STACK | set(_CONSTANTS)
+)
+# Those of which equal ones share an object.
+_SHARED: Final = {*_CONSTANTS, "BININT1", "BININT2"}
 _BYTES: Final = ("__builtin__.bytes", "builtins.bytes")
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
-# The instructions of torch's readers.
-_KNOWN: Final = {
-    *(*_FILLS, "REDUCE", "NEWOBJ", "BINPERSID", "PROTO", "MARK", "POP", "DUP", "STOP", "GLOBAL"),
-    *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BINUNICODE", "SHORT_BINSTRING", "LONG1"),
-    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "BINFLOAT", "EMPTY_TUPLE"),
-    *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+
+
+def _taken_by(opcode: pickletools.OpcodeInfo) -> tuple[int, bool]:
+    """Return how many objects an instruction takes, and True if it takes all above a mark too."""
+    taken = opcode.stack_before
+    if pickletools.markobject in taken:
+        return taken.index(pickletools.markobject), True
+    return len(taken), False
+
+
+_TAKEN: Final = {
+    opcode.name: _taken_by(opcode)
+    for opcode in pickletools.opcodes
+    if opcode.name in _KNOWN - {"DUP"} and opcode.stack_before
 }
 
-# Bytes that readers allocate at an instruction. torch.save memoizes each container, which takes 5 bytes
-# besides those of its own instruction and of its content. So the most that its pickles need is 27 for a
-# byte, for dicts of one entry: 80 + 168 for ``}r....\x88Ns``. Below that, real checkpoints are refused.
+# Bytes that readers allocate at an instruction. torch.save memoizes each container, which takes 5
+# bytes besides those of its own instruction and of its content. So the most that its pickles need
+# is 27 for a byte, for dicts of one entry: 80 + 168 for ``}r....\x88Ns``. Below that, real
+# checkpoints are refused.
 _COSTS: Final = {
     **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT"), 80),
-    **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 112),
+    **dict.fromkeys(_TUPLES, 112),
     **dict.fromkeys(("SETITEM", "SETITEMS"), 168),
     **dict.fromkeys(("APPEND", "APPENDS", "REDUCE", "NEWOBJ"), 32),
     **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
@@ -67,12 +99,17 @@ _RUNS: Final = {
 
 
 def most_memory(size: int, members: int) -> int:
-    """Return how much memory the containers in a pickle of this size may take, in bytes."""
+    """Return how much memory the containers in a pickle may take, in bytes.
+
+    Args:
+        size: The size of the pickle in bytes.
+        members: The number of members of its archive, each of which may be a tensor.
+    """
     return _FREE_MEMORY + _MEMORY_PER_BYTE * size + _MEMORY_PER_MEMBER * members
 
 
 def memory_bound(data: bytes) -> int:
-    """Return at least the memory of the containers in a pickle, quickly: its strings are counted too."""
+    """Return at least the memory of the containers in a pickle, without parsing its strings."""
     calls = data.count(pickle.REDUCE) * max(_REBUILD_COST, *_CALL_COSTS.values())
     costs = (data.count(getattr(pickle, name)) * cost for name, cost in _COSTS.items())
     return calls + sum(costs)
@@ -80,7 +117,7 @@ def memory_bound(data: bytes) -> int:
 
 @contextmanager
 def collector_paused() -> Generator[None]:
-    """Pause the garbage collector: it would traverse thousands of new objects, none of them garbage."""
+    """Pause the garbage collector, which would traverse thousands of new objects for nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -91,10 +128,14 @@ def collector_paused() -> Generator[None]:
 
 
 def storage_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of a class of storages: FloatStorage, or UInt16Storage in scripts."""
+    """Return the dtype of a class of storages, or None.
+
+    Args:
+        kind: The name of the class: ``FloatStorage``, or ``UInt16Storage`` in scripts.
+    """
     name = re.sub("^complex(?=[hfd])", "c", kind.removesuffix("Storage").lower())
-    found = getattr(torch, _DTYPES.get(name, name), None)
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, _DTYPES.get(name, name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def pickle_problem(
@@ -105,13 +146,13 @@ def pickle_problem(
     script: bool = False,
     trusted: Container[str] = (),
 ) -> str:
-    """Return why torch must not read a pickle, or "".
+    """Return why torch must not read a pickle, or ``""``.
 
     Args:
         data: The pickle.
-        members: The members of the archive.
+        members: The members of the archive, to compare the sizes of storages.
         folder: The folder of the storages.
-        script: Whether torch's reader in C++ reads it.
+        script: Whether torch's reader in C++ reads it, which accepts fewer instructions.
         trusted: Names of NumPy that the user has allowed with any argument.
     """
     try:
@@ -131,23 +172,35 @@ _OPAQUE: Final = object()
 _NO_ITEMS: Final = ()  # of an empty container; many of them take little memory
 _DTYPE: Final = object()
 _ARRAY: Final = object()
-_CONSTANTS: Final[dict[str, object]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_SHARED: Final = {*_CONSTANTS, "BININT1", "BININT2"}
 # The dtypes of numbers. Other dtypes have flags, and fields, that are addresses of objects.
 _CODE: Final = re.compile("b1|[iu][1248]|f[248]|c8|c16")
 _DTYPE_STATES: Final = [[3, order, None, None, None, -1, -1, 0] for order in "<>|="]
 
 
 class _Object:
-    """An object: its content and depth, how many objects its hash visits, if another one holds it."""
+    """An object on the stack, without its value.
+
+    Attributes:
+        content: The items of a container, a name, a string or a number; ``_OPAQUE`` for other
+            objects.
+        depth: Levels of nesting below it.
+        weight: How many objects its hash visits.
+        held: Whether another object contains it.
+    """
 
     __slots__ = ("content", "depth", "held", "weight")
 
     def __init__(self, content: Any = _OPAQUE) -> None:
-        self.content, self.depth, self.weight, self.held = content, 0, 1, False
+        self.content = content
+        self.depth = 0
+        self.weight = 1
+        self.held = False
 
     def hold(self, items: "list[_Object]", *, strict: bool) -> None:
-        depth = max([self.depth, *(1 + item.depth for item in items)])
+        depth = self.depth
+        for item in items:
+            if item.depth >= depth:
+                depth = item.depth + 1
         if depth > DEEPEST:
             raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
         if strict and depth > self.depth and self.held:
@@ -179,13 +232,20 @@ class _Follower:
         script: bool,
         trusted: Container[str],
     ) -> None:
-        self._size, self._members, self._folder, self._script = size, members, folder, script
+        self._size = size
+        self._members = members
+        self._folder = folder
+        self._script = script
         self._trusted = trusted
+
+        # The state of the unpickler.
         self._stack: list[_Object] = []
         self._memo: dict[int, _Object] = {}
-        self._numbers: dict[tuple[str, object], _Number] = {}
         self._marks: list[int] = []
+        self._numbers: dict[tuple[str, object], _Number] = {}
         self._storages: set[str] = set()
+
+        # The rest of the limits: objects to hash, and bytes to allocate.
         self._work = 10_000 + 10 * size
         self._memory = most_memory(size, len(members))
 
@@ -200,6 +260,7 @@ class _Follower:
                 if self._script:
                     raise ValueError(f"it has the instruction {name}, which torch never writes")
                 return
+
             if name in _RUNS and place is not None and place >= end_of_run:
                 end_of_run = _end_of_run(_RUNS[name], data, place)
                 # The whole run is appended to a list.
@@ -207,36 +268,45 @@ class _Follower:
                     self._stack += self._items_of(name, data[place:end_of_run])
                     file.seek(end_of_run)
                     continue
-            self._spend(_COSTS.get(name, 0))
-            if name == "MARK":
-                if len(self._marks) > 2 * DEEPEST:
-                    raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
-                self._marks.append(len(self._stack))
-            elif name.endswith("PUT"):
-                # torch's reader in C++ allocates all places below.
-                if argument > self._size:
-                    raise ValueError(f"it stores an object at place {argument}")
-                self._memo[argument] = self._stack[-1]
-            elif name.endswith("GET"):
-                self._stack.append(self._memo[argument])
-            elif name == "DUP":
-                self._stack.append(self._stack[-1])
-            elif instruction.stack_before:
-                self._take(name, instruction.stack_before)
-            elif name in _SHARED:
-                content = _CONSTANTS.get(name, argument)
-                number = self._numbers.setdefault((name, argument), _Number(content))
-                self._stack.append(number)
-            elif instruction.stack_after:
-                is_empty = name.startswith("EMPTY_")
-                content = _NO_ITEMS if is_empty else argument
-                self._stack.append(_Object(content))
+
+            if name in _COSTS:
+                self._spend(_COSTS[name])
+            if name in _TAKEN:
+                self._take(name)
+            else:
+                self._push(name, argument)
+
+    def _push(self, name: str, argument: Any) -> None:
+        """Follow an instruction that takes nothing from the stack."""
+        if name == "MARK":
+            if len(self._marks) > 2 * DEEPEST:
+                raise ValueError(f"it nests deeper than {DEEPEST:,} levels")
+            self._marks.append(len(self._stack))
+        elif name in {"BINPUT", "LONG_BINPUT"}:
+            # torch's reader in C++ allocates all places below.
+            if argument > self._size:
+                raise ValueError(f"it stores an object at place {argument}")
+            self._memo[argument] = self._stack[-1]
+
+        # The others push an object.
+        elif name in _RUN_OF_PLACES:
+            self._stack.append(self._memo[argument])
+        elif name == "DUP":
+            self._stack.append(self._stack[-1])
+        elif name in _SHARED:
+            content = _CONSTANTS.get(name, argument)
+            number = self._numbers.setdefault((name, argument), _Number(content))
+            self._stack.append(number)
+        elif name != "PROTO":
+            self._stack.append(_Object(_NO_ITEMS if name in _EMPTY else argument))
 
     def _spend(self, memory: int) -> None:
         self._memory -= memory
         if self._memory < 0:
-            text = "it makes more objects than its size explains"
-            raise ValueError(f"{text}: {self._size:,} bytes would take many times their memory")
+            raise ValueError(
+                f"it makes more objects than its size explains: {self._size:,} bytes would take "
+                "many times their memory"
+            )
 
     def _items_of(self, name: str, run: bytes) -> "list[_Object]":
         """Return the different objects in a run, and one that stands for hashing all of them."""
@@ -244,40 +314,49 @@ class _Follower:
         if name not in _RUN_OF_PLACES:
             rest.weight = len(run)
             return [rest]
+
         layout = "<xB" if name == "BINGET" else "<xL"
         items = [self._memo[place] for (place,) in set(struct.iter_unpack(layout, run))]
         rest.weight = len(run) * max(item.weight for item in items)
         return [*items, rest]
 
-    def _take(self, name: str, takes: list[Any]) -> None:
-        marked = pickletools.markobject in takes
-        # Objects below the mark are taken too.
-        below = takes.index(pickletools.markobject) if marked else len(takes)
-        begin = (self._marks.pop() if marked else len(self._stack)) - below
+    def _take(self, name: str) -> None:
+        """Follow an instruction that takes objects from the stack."""
+        below_mark, is_marked = _TAKEN[name]
+        begin = (self._marks.pop() if is_marked else len(self._stack)) - below_mark
         if begin < (self._marks[-1] if self._marks else 0):
             raise IndexError
         taken = self._stack[begin:]
         del self._stack[begin:]
-        if name.startswith("TUPLE"):
-            self._stack.append(_Object(taken))
-            self._stack[-1].weight += sum(item.weight for item in taken)
-            self._stack[-1].hold(taken, strict=self._script)
+
+        if name in _TUPLES:
+            made = _Object(taken)
+            for item in taken:
+                made.weight += item.weight
+            made.hold(taken, strict=self._script)
+            self._stack.append(made)
         elif name in _FILLS:
-            target, *items = taken
-            if name == "BUILD":
-                _check_state_of_numpy(target, items[0])
-            for key in items[::2] if name.startswith("SETITEM") else ():
-                self._hash(key)
-            if target.content is _NO_ITEMS:
-                target.content = items
-            elif isinstance(target.content, list):
-                target.content += items
-            target.hold(items, strict=self._script)
-            self._stack.append(target)
+            self._fill(name, taken)
         elif name in {"REDUCE", "NEWOBJ"}:
             self._call(*taken)
         elif name == "BINPERSID":
             self._storage(taken[0])
+
+    def _fill(self, name: str, taken: list[_Object]) -> None:
+        """Put items into a container, or a state into an object."""
+        target, *items = taken
+        if name == "BUILD":
+            _check_state_of_numpy(target, items[0])
+        elif name in {"SETITEM", "SETITEMS"}:
+            for key in items[::2]:
+                self._hash(key)
+
+        if target.content is _NO_ITEMS:
+            target.content = items
+        elif isinstance(target.content, list):
+            target.content += items
+        target.hold(items, strict=self._script)
+        self._stack.append(target)
 
     def _hash(self, value: _Object, levels: int = 0) -> None:
         """Count the work of hashing an object, and the objects in it down to some levels."""
@@ -289,40 +368,42 @@ class _Follower:
                 self._hash(item, levels - 1)
 
     def _call(self, function: _Object, arguments: _Object) -> None:
-        self._stack.append(_Object())
-        self._stack[-1].hold([arguments], strict=self._script)
+        result = _Object()
+        result.hold([arguments], strict=self._script)
+        self._stack.append(result)
+
         name = function.content.replace(" ", ".") if isinstance(function.content, str) else ""
         is_rebuilt = name.startswith("torch") and "_rebuild_" in name
         self._spend(_REBUILD_COST if is_rebuilt else _CALL_COSTS.get(name.rpartition(".")[2], 0))
-        given = arguments.content if isinstance(arguments.content, list) else []
+
+        values = arguments.content if isinstance(arguments.content, list) else []
         if name.endswith(_HASHING):
             self._hash(arguments, 3)
-        elif name == "_codecs.encode" and [each.content for each in given[1:]] != ["latin1"]:
+        elif name == "_codecs.encode" and _contents(values)[1:] != ["latin1"]:
             # Some encodings take quadratic time; pickle uses only this one.
             raise ValueError("it encodes a string in another way than pickle does")
-        elif name in _BYTES and given and name not in self._trusted:
+        elif name in _BYTES and values and name not in self._trusted:
             raise ValueError("it makes bytes in another way than pickle does")
         elif name.startswith("numpy") and name not in self._trusted:
-            self._stack[-1].content = _made_by_numpy(name, given)
+            result.content = _made_by_numpy(name, values)
 
-    def _storage(self, taken: _Object) -> None:
+    def _storage(self, identifier: _Object) -> None:
         """Compare the size of a storage with that of its member."""
-        given = taken.content
+        fields = identifier.content
         self._stack.append(_Object())
-        if not isinstance(given, list) or len(given) != 5:
-            self._hash(taken, 2)
+        if not isinstance(fields, list) or len(fields) != 5:
+            self._hash(identifier, 2)
             return
-        _, kind, key, location, numel = (item.content for item in given)
-        if (
-            not isinstance(key, (str, int))
-            or given[3].weight > 1
-            or isinstance(location, (list, tuple))
-        ):
+
+        _, kind, key, location, numel = _contents(fields)
+        is_nested = fields[3].weight > 1 or isinstance(location, (list, tuple))
+        if not isinstance(key, (str, int)) or is_nested:
             raise ValueError("it names a storage by something else than a string")
         member = self._members.get(f"{self._folder}{key}")
         dtype = storage_dtype(str(kind).rpartition(" ")[2])
         if type(numel) is not int or dtype is None or "\0" in str(key):
             raise ValueError(f"it names the storage {key!r} in another way than torch does")
+
         size = numel * dtype.itemsize
         # torch.load makes a storage once, whatever the pickle states about it later.
         if str(key) in self._storages and size and not self._script:
@@ -338,13 +419,13 @@ def _end_of_run(kind: re.Pattern[bytes], data: bytes, place: int) -> int:
     return place
 
 
-def _contents(held: Any) -> list[Any]:
-    return [each.content for each in held] if isinstance(held, list) else []
+def _contents(items: Any) -> list[Any]:
+    return [item.content for item in items] if isinstance(items, list) else []
 
 
-def _made_by_numpy(name: str, given: list[_Object]) -> object:
-    """Return what a call of NumPy makes; raise ValueError for arguments that are not those of numbers."""
-    contents = _contents(given)
+def _made_by_numpy(name: str, arguments: list[_Object]) -> object:
+    """Return what a call of NumPy makes; raise ValueError if that is not numbers."""
+    contents = _contents(arguments)
     if name == "numpy.dtype":
         # The copy matters: the state of the original is that of the whole process.
         is_number = contents[1:] == [False, True] and isinstance(contents[0], str)

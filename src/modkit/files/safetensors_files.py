@@ -1,4 +1,4 @@
-"""Files of safetensors: a header with names, dtypes, shapes and places, then the tensors; no checksums."""
+"""Files of safetensors: a JSON header, then the tensors; no checksums."""
 
 import ctypes
 import importlib
@@ -29,9 +29,12 @@ _DTYPES: Final[dict[str, str]] = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-_NAMES: Final[dict[Any, str]] = {getattr(torch, own, None): name for name, own in _DTYPES.items()}
+_NAMES: Final[dict[Any, str]] = {
+    getattr(torch, dtype, None): name for name, dtype in _DTYPES.items()
+}
 _ALIGNMENT: Final = 8
-# The key in the metadata of a file for the versions of modules, which files of torch have by themselves.
+# The key in the metadata of a file for the versions of modules, which files of torch have by
+# themselves.
 _VERSIONS: Final = "modkit.versions"
 
 # JSON may take so many bytes of memory for each of its own, and some more.
@@ -43,7 +46,18 @@ _MOST_HEADER: Final = 100_000_000  # the limit of safetensors
 
 
 class SafetensorsFile:
-    """The tensors of a safetensors file, and its metadata."""
+    """A safetensors file. Opening reads the header.
+
+    Attributes:
+        metadata: The metadata in the header: strings.
+        versions: The versions of modules in it, in the form of the ``_metadata`` of a state dict.
+        shapes: The shape of each tensor.
+        dtypes: The dtype of each tensor, by torch's name where torch has it.
+
+    Raises:
+        FileError: If the header is corrupt, or does not fit the size of the file.
+        ImportError: If the package safetensors is not installed.
+    """
 
     def __init__(self, path: Path) -> None:
         package = library("safetensors")
@@ -54,13 +68,15 @@ class SafetensorsFile:
             self._file = package.safe_open(path, framework="pt")
         except package.SafetensorError as error:
             raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
+
         self.metadata: Mapping[str, str] = self._file.metadata() or {}
         self.versions: Mapping[str, Any] = _versions_in(self.metadata, path)
-        slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118 - not a mapping
+        names = self._file.keys()
+        slices = {name: self._file.get_slice(name) for name in names}
         self.shapes: dict[str, torch.Size] = {
-            name: torch.Size(found.get_shape()) for name, found in slices.items()
+            name: torch.Size(view.get_shape()) for name, view in slices.items()
         }
-        dtypes = {name: str(found.get_dtype()) for name, found in slices.items()}
+        dtypes = {name: str(view.get_dtype()) for name, view in slices.items()}
         self.dtypes: dict[str, str] = {
             name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()
         }
@@ -71,18 +87,34 @@ class SafetensorsFile:
 
 
 def check_json(content: bytes, path: Path, kind: str) -> None:
-    """Raise FileError for JSON whose objects would take many times its size."""
+    """Test that the objects of JSON do not take many times its size.
+
+    Args:
+        content: The JSON.
+        path: The file, for the error.
+        kind: The kind of the file, for the error.
+
+    Raises:
+        FileError: If its strings, dicts and lists would take more than eight times its size.
+    """
     strings = (content.count(b'"') - content.count(b'\\"')) // 2
     containers = content.count(b"{") + content.count(b"[")
     memory = _STRING_COST * strings + _CONTAINER_COST * containers
     if memory > _FREE_MEMORY + _MEMORY_PER_BYTE * len(content):
-        text = f"{strings:,} strings and {containers:,} objects in {len(content):,} bytes"
-        raise FileError(f"{path} is not as a library writes it: {text} of JSON", kind)
+        raise FileError(
+            f"{path} is not as a library writes it: {strings:,} strings and {containers:,} objects "
+            f"in {len(content):,} bytes of JSON",
+            kind,
+        )
 
 
 def versions_as_metadata(state_dict_metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of modules as the metadata of a file, which holds strings."""
-    versions = {path: own.get("version") for path, own in state_dict_metadata.items()}
+    """Return the versions of modules as the metadata of a file, which holds strings.
+
+    Args:
+        state_dict_metadata: The ``_metadata`` of a state dict.
+    """
+    versions = {path: metadata.get("version") for path, metadata in state_dict_metadata.items()}
     return {_VERSIONS: json.dumps(versions)}
 
 
@@ -90,6 +122,8 @@ def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     """Return the versions of modules in the form that ``_metadata`` of a state dict has."""
     if _VERSIONS not in metadata:
         return {}
+
+    versions: Any = None
     try:
         versions = json.loads(metadata[_VERSIONS])
         is_valid = all(isinstance(version, (int, type(None))) for version in versions.values())
@@ -101,12 +135,17 @@ def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
 
 
 def library(name: str) -> Any:
-    """Import a module of the optional package safetensors."""
+    """Import a module of the optional package safetensors.
+
+    Raises:
+        ImportError: If it is not installed, with the command that installs it.
+    """
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        text = "safetensors files need the package safetensors: pip install safetensors"
-        raise ImportError(text) from error
+        raise ImportError(
+            "safetensors files need the package safetensors: pip install safetensors"
+        ) from error
 
 
 class Described(NamedTuple):
@@ -117,16 +156,29 @@ class Described(NamedTuple):
 
 
 def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
-    """Sort tensors by the width of their dtypes, so that each is aligned; raise for unknown dtypes."""
-    for name, one in described.items():
-        if one.dtype not in _NAMES:
-            raise ValueError(shown(f"{name} is {one.dtype}, which safetensors does not support"))
+    """Sort tensors by the width of their dtypes, so that each is aligned.
+
+    Raises:
+        ValueError: If safetensors does not have a dtype.
+    """
+    for name, (dtype, _) in described.items():
+        if dtype not in _NAMES:
+            raise ValueError(shown(f"{name} is {dtype}, which safetensors does not support"))
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors in host memory atomically; tied tensors are written under each name."""
-    described = {name: Described(one.dtype, one.shape) for name, one in tensors.items()}
+    """Write tensors in host memory atomically; tied tensors are written under each name.
+
+    Args:
+        tensors: The tensors by name.
+        path: The file; its folder must exist.
+
+    Raises:
+        ValueError: If safetensors does not have the dtype of a tensor.
+        OSError: If the file cannot be written.
+    """
+    described = {name: Described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     ordered = in_file_order(described)
     with atomic_write(path) as unfinished:
         write_safetensors(unfinished, ordered, ((name, tensors[name]) for name in ordered))
@@ -138,16 +190,29 @@ def write_safetensors(
     tensors: Iterable[tuple[str, Tensor]],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write tensors in host memory, one at a time, in the order of ``described``."""
+    """Write tensors in host memory, one at a time.
+
+    Args:
+        path: The file; for an atomic write, a temporary one.
+        described: Dtype and shape of each tensor, in the order of :func:`in_file_order`.
+        tensors: Names and tensors in the same order; each is needed only until the next one.
+        metadata: Further strings for the header.
+    """
     # transformers refuses a file that does not name its library.
     header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     end = 0
-    for name, one in described.items():
-        begin, end = end, end + one.shape.numel() * one.dtype.itemsize
-        offsets = {"shape": list(one.shape), "data_offsets": [begin, end]}
-        header[name] = {"dtype": _NAMES[one.dtype], **offsets}
+    for name, (dtype, shape) in described.items():
+        begin = end
+        end += shape.numel() * dtype.itemsize
+        header[name] = {
+            "dtype": _NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % _ALIGNMENT)
+
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read one at a time: torch or safetensors files, or shards of either."""
+"""The tensors of a checkpoint, one at a time: torch or safetensors files, or shards."""
 
 import json
 import os
@@ -30,14 +30,33 @@ _IN_DIRECTORIES: Final = tuple(
 _SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
 _MOST_INDEX: Final = 1 << 25  # a hundred times the index of the largest model
 _MOST_EXPANDED: Final = 1 << 30
-_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)  # since torch 2.8
+# torch, which has it since 2.8, copies no tensors of this dtype.
+_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name, and the ``_metadata`` of its state dict as ``versions``.
+    """The tensors of a checkpoint by name.
 
-    Opening reads names and shapes. Tensors of torch files are verified when they are read; safetensors
-    files have no checksums.
+    Opening reads names and shapes. Tensors of torch files are verified when they are read;
+    safetensors files have no checksums.
+
+    Args:
+        path: A file, an index of shards, or a directory; see :func:`file_in`.
+        key: The key of the state dict in files of torch, with dots between the keys of nested
+            dicts; None for the whole file.
+
+    Attributes:
+        files: The files that are read: one, or all shards.
+        shapes: The shape of each tensor.
+        dtypes: The dtype of each tensor, such as ``"float32"``.
+        versions: The ``_metadata`` of the state dict.
+        metadata: The metadata of safetensors files.
+
+    Raises:
+        FileNotFoundError: If the file or one of its shards is missing.
+        FileError: If a file is corrupt, has no state dict at the key, or lacks a tensor of the
+            index.
+        ImportError: If a safetensors file is read without the package safetensors.
     """
 
     def __init__(self, path: Path, key: str | None) -> None:
@@ -48,18 +67,19 @@ class Checkpoint:
         self.files: list[Path] = list(shards)
         self.versions: Mapping[str, Any] = {}
         self.metadata: Mapping[str, str] = {}
+
         for shard, names in shards.items():
             # False also for a name that no file can have, where Path.exists() raises.
             if names and not os.path.exists(shard):  # noqa: PTH110
-                text = f"{shard} is missing; {file} lists {names[0]} in it"
-                raise FileNotFoundError(shown(text))
-            safetensors = shard.suffix == ".safetensors"
-            opened = SafetensorsFile(shard) if safetensors else _TorchFile(shard, key)
+                raise FileNotFoundError(shown(f"{shard} is missing; {file} lists {names[0]} in it"))
+            is_safetensors = shard.suffix == ".safetensors"
+            opened = SafetensorsFile(shard) if is_safetensors else _TorchFile(shard, key)
             if absent := [name for name in names or () if name not in opened.shapes]:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
             self._homes |= dict.fromkeys(names or opened.shapes, opened)
             self.versions = {**self.versions, **opened.versions}
             self.metadata = {**self.metadata, **opened.metadata}
+
         if not self._homes:
             raise FileError(f"{path} holds no tensors")
         self.shapes: dict[str, torch.Size] = {
@@ -70,7 +90,11 @@ class Checkpoint:
         }
 
     def tensor(self, name: str) -> Tensor:
-        """Return one tensor, verified."""
+        """Return one tensor, verified.
+
+        Raises:
+            FileError: If its content is corrupt.
+        """
         return self._homes[name].tensor(name)
 
     def memory(self, name: str) -> Hashable:
@@ -80,7 +104,11 @@ class Checkpoint:
 
 
 def file_in(path: Path) -> Path:
-    """Return the file to read: in a directory, that of transformers, diffusers or peft, or the only one.
+    """Return the file to read.
+
+    Args:
+        path: A file, or a directory: there, it is the file that transformers, diffusers or peft
+            reads, or the only one.
 
     Raises:
         FileNotFoundError: If a directory has no checkpoint.
@@ -88,10 +116,14 @@ def file_in(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    known = [[path / name for name in names if (path / name).exists()] for names in _IN_DIRECTORIES]
-    candidates = [files[0] for files in known if files]
+
+    by_library = [
+        [path / name for name in names if (path / name).exists()] for names in _IN_DIRECTORIES
+    ]
+    candidates = [files[0] for files in by_library if files]
     if not candidates:
         candidates = sorted(f for f in path.iterdir() if f.suffix in _SUFFIXES and f.is_file())
+
     if not candidates:
         names = ", ".join(names[1] for names in _IN_DIRECTORIES)
         raise FileNotFoundError(f"{path} is a directory without {names} or one *.pt file")
@@ -116,12 +148,17 @@ class _TorchFile:
 
     def memory(self, name: str) -> Hashable:
         tensor = self._tensors[name]
-        place = id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        return place if tensor.numel() else None
+        if not tensor.numel():
+            return None
+        return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def shards_of(index: Path) -> dict[Path, list[str]]:
-    """Return the names in each file that an index lists."""
+    """Return the names in each file that an index lists.
+
+    Raises:
+        FileError: If the index is corrupt, or not one that a library writes.
+    """
     with open_regular(index) as descriptor:
         content = read_some(descriptor, 0, _MOST_INDEX)
     check_json(content, index, SHARDED)
@@ -135,29 +172,39 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
 
 
 def state_dict_at(
-    found: Any, path: Path, key: str | None
+    content: Any, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
     """Return the versions of modules and the tensors at a key of a file's content.
+
+    Args:
+        content: The content of the file.
+        path: The file, for errors.
+        key: The key, with dots between those of nested dicts and lists; None for the whole content.
 
     Raises:
         FileError: There is no state dict at the key, or an entry is not a tensor with plain memory.
     """
-    part = ""
+    inner_key = ""
+    state_dict = content
     try:
-        for part in key.split(".") if key else ():
-            found = found[int(part)] if isinstance(found, Sequence) else found[part]
+        for inner_key in key.split(".") if key else ():
+            is_list = isinstance(state_dict, Sequence)
+            state_dict = state_dict[int(inner_key) if is_list else inner_key]
     except (KeyError, IndexError, TypeError, ValueError):
-        raise FileError(f"{path} has no {part!r} on the way to the key {key!r}") from None
-    if not isinstance(found, Mapping):
-        raise FileError(f"{path} holds {type(found).__name__}, not a state dict")
+        raise FileError(f"{path} has no {inner_key!r} on the way to the key {key!r}") from None
+    if not isinstance(state_dict, Mapping):
+        raise FileError(f"{path} holds {type(state_dict).__name__}, not a state dict")
+
     # Attributes from the file may hide methods of dicts and tensors.
-    entries = dict(dict.items(found) if isinstance(found, dict) else found.items())
+    items = dict.items(state_dict) if isinstance(state_dict, dict) else state_dict.items()
+    entries = dict(items)
     for name, value in entries.items():
         if problem := _problem_of(name, value):
-            inside = [str(part) for part, value in entries.items() if isinstance(value, Mapping)]
-            help_ = f"; choose a key: {', '.join(inside)}" if inside else ""
-            raise FileError(f"{path}: {name!r} is {problem}{help_}")
-    versions = getattr(found, "_metadata", {})
+            keys = [str(key) for key, value in entries.items() if isinstance(value, Mapping)]
+            advice = f"; choose a key: {', '.join(keys)}" if keys else ""
+            raise FileError(f"{path}: {name!r} is {problem}{advice}")
+
+    versions = getattr(state_dict, "_metadata", {})
     tensors = {name: Tensor.detach(value) for name, value in entries.items()}
     return versions if isinstance(versions, Mapping) else {}, tensors
 
@@ -168,13 +215,15 @@ def _problem_of(name: object, value: object) -> str | None:
         return f"not a tensor but {type(value).__name__}"
     if not isinstance(name, str):
         return "not the name of a tensor"
-    plain = value.layout == torch.strided and value.dtype is not _FLOAT4
-    if not plain or value.is_quantized or value.is_nested:
+
+    is_plain = value.layout == torch.strided and value.dtype is not _FLOAT4
+    if not is_plain or value.is_quantized or value.is_nested:
         return "a tensor without plain memory (sparse, quantized, nested or float4)"
     if min(value.shape, default=0) < 0:
         return "a tensor with a negative dimension"
     if value.is_meta:
         return "a tensor without values, on the device meta"
+
     # An expanded tensor has more elements than the file.
     size = Tensor.numel(value) * value.dtype.itemsize
     if size > max(Tensor.untyped_storage(value).nbytes(), _MOST_EXPANDED):

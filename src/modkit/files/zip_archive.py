@@ -1,7 +1,20 @@
 """Zip files as ``torch.save`` and ``torch.jit.save`` write them, verified against their checksums.
 
-torch ignores the checksums: https://github.com/pytorch/pytorch/issues/126952. This reader accepts only the
-subset of zip that torch writes, and refuses what two readers could interpret differently.
+torch ignores the checksums: https://github.com/pytorch/pytorch/issues/126952. This reader accepts
+only the subset of zip that torch writes, and refuses what two readers could interpret differently.
+
+The records of a file, whose fields are in :mod:`~modkit.files.zip_records`, in their order::
+
+    for each member:  local header, name, padding, content
+    for each member:  entry of the table: name, sizes, CRC-32, offset of the local header
+    zip64 end record: number of members, size and offset of the table
+    zip64 locator:    offset of the zip64 end record
+    end record:       the same numbers, or markers for those in the zip64 end record
+
+:class:`Archive` reads them from the end to the start. The table has no checksum, so each number in
+it is compared with another one: that of another record, or the size of the file. Members are read
+only where they lie before the table and do not overlap. A file that gets shorter meanwhile is an
+error, and never a signal, because content is read and not mapped.
 """
 
 import os
@@ -41,7 +54,11 @@ except ImportError:
 # The checksum of zip files: of bytes, after those of which the checksum is given.
 crc32: Final[Callable[..., int]] = _zlib.crc32
 
-_CHUNK: Final = 1 << 18  # stays in the processor's cache between reading and checking
+# Large members are read and checked in pieces, which stay in the processor's cache in between. In
+# smaller ones, calls take more of the time.
+_PIECE: Final = 1 << 20
+# Small members that follow each other are read together, this many bytes at most.
+_WINDOW: Final = 1 << 15
 # Pickles and code are read into memory; a member that claims to be larger is refused.
 MOST_TEXT: Final = 128 << 20
 _MOST_MEMBERS: Final = 1_000_000
@@ -54,7 +71,8 @@ _UNREADABLE: Final = (
     records.ENCRYPTED | records.PATCHED | records.STRONGLY_ENCRYPTED | records.MASKED
 )
 
-# The fields of both end records, with the value that leaves a field of the short one to the long one.
+# The fields of both end records, with the value that leaves a field of the short one to the long
+# one.
 _IN_BOTH_ENDS: Final = {
     "entries_on_this_disk": records.IN_ZIP64_16,
     "total_entries": records.IN_ZIP64_16,
@@ -62,15 +80,20 @@ _IN_BOTH_ENDS: Final = {
     "offset_of_central_directory": records.IN_ZIP64_32,
 }
 
-# Memory for the content of a member: None to drop it, or what makes, for a size, memory for a piece
-# and a function that takes the place of the piece in the content, and its length.
+# Makes, for a size, memory for a piece of a member, and a function that copies the piece elsewhere:
+# it takes the place of the piece in the content, and its length.
 Copier: TypeAlias = Callable[[int], tuple[memoryview, Callable[[int, int], object]]]
 Target: TypeAlias = memoryview | Copier | None
 
 
 @contextmanager
 def open_regular(path: AnyPath) -> Generator[int]:
-    """Open a regular file for reading and yield the descriptor; never block on a FIFO or a device."""
+    """Open a regular file for reading and yield the descriptor; never block on a FIFO or a device.
+
+    Raises:
+        FileError: If it is a FIFO or a device.
+        OSError: If it cannot be opened, or is a directory.
+    """
     name = os.fsdecode(path)
     mode = Path(name).stat().st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -82,7 +105,12 @@ def open_regular(path: AnyPath) -> Generator[int]:
 
 @contextmanager
 def open_source(file: AnyPath | IO[bytes]) -> Generator[tuple[int | bytes, str]]:
-    """Yield a descriptor of a path, or the content of an open file, and how errors name it."""
+    """Yield a descriptor of a path, or the content of an open file, and how errors name it.
+
+    Raises:
+        FileError: If a path is not that of a regular file.
+        TypeError: If a file is open as text.
+    """
     if isinstance(file, PATH_TYPES):
         with open_regular(file) as descriptor:
             yield descriptor, os.fsdecode(file)
@@ -91,7 +119,13 @@ def open_source(file: AnyPath | IO[bytes]) -> Generator[tuple[int | bytes, str]]
 
 
 def content_of(file: Any) -> bytes:
-    """Return the content of an open file from its position on; of one that was just written, all of it."""
+    """Return the content of an open file from its position on.
+
+    At the end of a file, such as one that was just written, it is read from its start.
+
+    Raises:
+        TypeError: If the file is open as text.
+    """
     content = file.read()
     if not content and hasattr(file, "seekable") and file.seekable() and file.tell():
         file.seek(0)
@@ -105,21 +139,49 @@ def read_some(source: int | bytes, start: int, count: int) -> bytes:
     """Return bytes of a file, given as a descriptor or as its content; fewer at its end."""
     if not isinstance(source, int):
         return source[start : start + count]
-    found = b""
-    # One call returns at most 2 GiB, and fewer after a signal.
-    while len(found) < count and (part := read_at(source, count - len(found), start)):
-        found, start = found + part if found else part, start + len(part)
-    return found
+
+    content = read_at(source, count, start)
+    # One call returns at most 2 GiB, and fewer bytes after a signal.
+    while 0 < len(content) < count:
+        rest = read_at(source, count - len(content), start + len(content))
+        if not rest:
+            break
+        content += rest
+    return content
 
 
 class Archive:
-    """The members of a zip file as torch writes it, by name without the folder that contains all."""
+    """A zip file as torch writes it.
+
+    Opening reads and checks the table of members, and no content.
+
+    Args:
+        source: The descriptor of the file, or its content.
+        what: How errors name the file.
+
+    Attributes:
+        members: The members by name, without the folder that contains all of them.
+        folder: The name of that folder, with a slash.
+
+    Raises:
+        FileError: If two readers could interpret the table differently, if it is not one that torch
+            writes, or if it has sizes that no model has.
+    """
 
     def __init__(self, source: int | bytes, what: str) -> None:
         self.what = what
         self._source = source
         self._length = os.fstat(source).st_size if isinstance(source, int) else len(source)
         self.members: dict[str, Member] = {}
+
+        # Names of members whose content has been compared with the checksum, and contents that are
+        # kept.
+        self._verified = set[str]()
+        self._texts: dict[str, bytes] = {}
+        # The bytes of the file that were read last for small members.
+        self._window = b""
+        self._window_start = 0
+
         try:
             self._read_table(*self._find_table())
         except (struct.error, UnicodeDecodeError) as error:
@@ -146,47 +208,49 @@ class Archive:
             raise self.corrupt("its end record is not one that torch writes")
         self._check_disks(end_record)
 
+        table: EndRecord | Zip64EndRecord = end_record
         end = self._length - records.END.size
-        found: EndRecord | Zip64EndRecord = end_record
         if in_zip64[records.ZIP64_END.size :].startswith(records.ZIP64_LOCATOR_SIGNATURE):
             end -= zip64_size
-            found = self._zip64_end(end_record, in_zip64, end)
+            table = self._zip64_end(end_record, in_zip64, end)
 
         # A table that begins elsewhere, or has a gap behind it, hides a second table.
-        if found.offset_of_central_directory + found.size_of_central_directory != end:
+        if table.offset_of_central_directory + table.size_of_central_directory != end:
             raise self.corrupt("its table of members has another size or place than stated")
         # Memory for entries that the table has no room for.
-        if found.total_entries * records.TABLE_ENTRY.size > found.size_of_central_directory:
+        if table.total_entries * records.TABLE_ENTRY.size > table.size_of_central_directory:
             raise self.corrupt("its table of members has another size or place than stated")
         # Memory and time for more members than any model has.
-        if found.total_entries > _MOST_MEMBERS:
+        if table.total_entries > _MOST_MEMBERS:
             raise self.corrupt(
-                f"it has {found.total_entries:,} members, more than {_MOST_MEMBERS:,}"
+                f"it has {table.total_entries:,} members, more than {_MOST_MEMBERS:,}"
             )
-        return found.total_entries, found.offset_of_central_directory, end
+        return table.total_entries, table.offset_of_central_directory, end
 
     def _zip64_end(self, end_record: EndRecord, tail: bytes, place: int) -> Zip64EndRecord:
         """Return the end record for large files, which must be in its place and agree."""
-        found = Zip64EndRecord._make(records.ZIP64_END.unpack_from(tail))
+        zip64_end = Zip64EndRecord._make(records.ZIP64_END.unpack_from(tail))
         locator = Zip64Locator._make(
             records.ZIP64_LOCATOR.unpack_from(tail, records.ZIP64_END.size)
         )
 
         # A locator that leads to a second record, which a reader that follows it would use.
-        if locator.offset_of_zip64_end != place or found.signature != records.ZIP64_END_SIGNATURE:
+        if locator.offset_of_zip64_end != place:
+            raise self.corrupt("its end record for large files is not where it should be")
+        if zip64_end.signature != records.ZIP64_END_SIGNATURE:
             raise self.corrupt("its end record for large files is not where it should be")
         # A longer record has bytes that readers interpret differently.
-        if found.size_of_record != records.ZIP64_END_STATED_SIZE:
+        if zip64_end.size_of_record != records.ZIP64_END_STATED_SIZE:
             raise self.corrupt("its end record for large files has another size than stated")
         # Two tables: one for readers of this record, one for those of the short one.
         for field, marker in _IN_BOTH_ENDS.items():
-            if getattr(end_record, field) not in {getattr(found, field), marker}:
+            if getattr(end_record, field) not in {getattr(zip64_end, field), marker}:
                 raise self.corrupt(f"its end records do not agree about {field}")
         # An archive in parts; torch writes 1, other writers 0.
         if locator.total_number_of_disks > 1 or locator.disk_of_zip64_end:
             raise self.corrupt("its end record is not one that torch writes")
-        self._check_disks(found)
-        return found
+        self._check_disks(zip64_end)
+        return zip64_end
 
     def _check_disks(self, end: EndRecord | Zip64EndRecord) -> None:
         # An archive in parts: its offsets are those of another file.
@@ -234,7 +298,8 @@ class Archive:
             raise self.corrupt("its table of members has another size than stated")
 
     def _check_entry(self, entry: TableEntry, member: Member, short: str) -> None:
-        name, _, packed, size, _, method = member
+        name = member.name
+        method = member.method
         problem = ""
         # Readers look members up by their name in the folder.
         if not short or self.folder == "/":
@@ -255,23 +320,26 @@ class Archive:
         elif entry.disk_number_start:
             problem = "is on another disk"
         # Two sizes for one content: readers choose differently.
-        elif method == STORED and packed != size:
-            problem = f"is stored, with two sizes ({packed} and {size} bytes)"
+        elif method == STORED and member.packed != member.size:
+            problem = f"is stored, with two sizes ({member.packed} and {member.size} bytes)"
         # A decompression bomb, except in code, whose size is limited.
-        elif method == DEFLATED and not (short.endswith(_CODE) and size <= MOST_TEXT):
-            problem = f"is compressed ({packed} of {size} bytes)"
+        elif method == DEFLATED and not (short.endswith(_CODE) and member.size <= MOST_TEXT):
+            problem = f"is compressed ({member.packed} of {member.size} bytes)"
         # Only some readers have other methods.
         elif method != STORED and method != DEFLATED:  # noqa: PLR1714 - a set is made each time
             problem = f"is compressed by the method {method}"
 
         if problem:
-            text = f"{self.what} is not a zip file as torch writes it: its member {name!r}"
-            raise FileError(f"{text} {problem}", "zip file")
+            raise FileError(
+                f"{self.what} is not a zip file as torch writes it: its member {name!r} {problem}",
+                "zip file",
+            )
 
     def _check_places(self) -> None:
         place = 0
         for member in sorted(self.members.values(), key=attrgetter("header")):
-            # Bytes before the first member make the file one of another kind as well, such as a script.
+            # Bytes before the first member make the file one of another kind as well, such as a
+            # script.
             if place == 0 and member.header:
                 raise self.corrupt(f"its member {member.name!r} is not where it should be")
             # Members that overlap are small in the file and large in memory.
@@ -293,10 +361,18 @@ class Archive:
         return any(member.crc for member in self.members.values())
 
     def start_of(self, member: Member, head: bytes = b"") -> int:
-        """Return where the content of a member begins, after comparing its local header."""
-        head = head or read_some(
-            self._source, member.header, LOCAL_HEADER.size + 4 * len(member.name)
-        )
+        """Return where the content of a member begins, after comparing its local header.
+
+        Args:
+            member: One of the members.
+            head: The bytes of the file from the local header on, if they have been read.
+
+        Raises:
+            FileError: If the local header differs from the table of members.
+        """
+        if not head:
+            room = LOCAL_HEADER.size + 4 * len(member.name)
+            head = read_some(self._source, member.header, room)
         header = LocalHeader._make(LOCAL_HEADER.unpack_from(head.ljust(LOCAL_HEADER.size, b"\0")))
         extra_at = LOCAL_HEADER.size + header.file_name_length
         start = member.header + extra_at + header.extra_field_length
@@ -304,7 +380,8 @@ class Archive:
         # An offset into the middle of another member.
         if header.signature != records.LOCAL_HEADER_SIGNATURE:
             raise self.corrupt(f"the header of {member.name!r} is invalid")
-        # A reader of local headers would decompress or decrypt where a reader of the table does not.
+        # A reader of local headers would decompress or decrypt where a reader of the table does
+        # not.
         if header.compression_method != member.method:
             raise self.corrupt(f"the header of {member.name!r} is invalid: another compression")
         if header.general_purpose_flags & _UNREADABLE:
@@ -318,7 +395,11 @@ class Archive:
         return start
 
     def read(self, name: str) -> bytes:
-        """Return the verified content of a member of at most :data:`MOST_TEXT` bytes."""
+        """Return the verified content of a member of at most :data:`MOST_TEXT` bytes.
+
+        Raises:
+            FileError: If the member is larger, cannot be decompressed, or is corrupt.
+        """
         member = self.members[name]
         if member.packed > MOST_TEXT:
             raise self.corrupt(f"{name!r} has {member.size} bytes, more than torch would write")
@@ -327,6 +408,12 @@ class Archive:
             content = self._decompressed(member, content)
         self._check(member, crc32(content), len(content))
         return content
+
+    def text(self, name: str) -> bytes:
+        """Return the verified content of a pickle or another text, which is read once and kept."""
+        if name not in self._texts:
+            self._texts[name] = self.read(name)
+        return self._texts[name]
 
     def _decompressed(self, member: Member, content: bytes) -> bytes:
         unpacker = zlib.decompressobj(-zlib.MAX_WBITS)
@@ -344,42 +431,76 @@ class Archive:
         if member.packed <= _SMALL:
             # With the header at once; torch pads that to a multiple of 64 bytes.
             room = LOCAL_HEADER.size + len(member.name) + 128
-            block = read_some(self._source, member.header, room + member.packed)
+            block = self._block(member.header, room + member.packed)
             start = self.start_of(member, block) - member.header
-            if len(content := block[start : start + member.packed]) == member.packed:
+            content = block[start : start + member.packed]
+            if len(content) == member.packed:
                 return content
         return read_some(self._source, self.start_of(member), member.packed)
 
+    def _block(self, start: int, count: int) -> bytes:
+        """Return bytes of the file; more and more is read ahead while one block follows another."""
+        place = start - self._window_start
+        if place < 0 or place + count > len(self._window):
+            follows = 0 < place <= len(self._window)
+            ahead = min(2 * len(self._window), _WINDOW, self._table - start) if follows else 0
+            self._window = read_some(self._source, start, max(count, ahead))
+            self._window_start = start
+            place = 0
+        return self._window[place : place + count]
+
     def is_large(self, name: str) -> bool:
-        """Return True for a member for :meth:`read_all`, False for one for :meth:`read`."""
+        """Return True for a member that is read in pieces, by :meth:`read_into` and in threads."""
         member = self.members[name]
         return member.size > _SMALL and member.method == STORED
 
     def read_all(self, targets: Mapping[str, Target]) -> None:
-        """Verify large members in threads, and copy each into its memory."""
+        """Verify large members in threads, and copy each into its memory.
+
+        Args:
+            targets: Names of members, each with its memory as in :meth:`read_into`.
+
+        Raises:
+            FileError: If a member is corrupt.
+        """
         with ThreadPoolExecutor(_THREADS) as pool:
+            # The list raises what a thread has raised.
             list(pool.map(self.read_into, targets, targets.values()))
 
     def read_into(self, name: str, target: Target) -> None:
-        """Verify a large member, and copy it into its memory, unless that is None."""
-        member = self.members[name]
-        start, crc, done = self.start_of(member), 0, 0
-        copy = None
-        if target is None:
-            memory = memoryview(bytearray(_CHUNK))
-        elif isinstance(target, memoryview):
-            memory = target
-        else:
-            memory, copy = target(_CHUNK)
+        """Verify a large member while it is copied into memory.
 
+        Args:
+            name: The name of a stored member.
+            target: Memory of its size, a function that makes memory for a piece and one that copies
+                it elsewhere, or None to drop the content.
+
+        Raises:
+            FileError: If the content is cut off, or does not match its checksum.
+        """
+        member = self.members[name]
+        start = self.start_of(member)
+        copy = None
+        if isinstance(target, memoryview):
+            memory = target
+        elif target is None:
+            memory = memoryview(bytearray(min(_PIECE, member.size)))
+        else:
+            memory, copy = target(_PIECE)
+
+        crc = 0
+        done = 0
         while done < member.size:
-            at = done if memory is target else 0
-            piece = memory[at : at + min(_CHUNK, member.size - done)]
+            # Each piece has a place of its own, or all have the same.
+            place = done if memory is target else 0
+            piece = memory[place : place + min(_PIECE, member.size - done)]
             if isinstance(self._source, int):
                 count = read_into_at(self._source, piece, start + done)
             else:
                 piece[:] = self._source[start + done : start + done + len(piece)]
                 count = len(piece)
+
+            # The file has become shorter since its table was read.
             if not count:
                 raise self.corrupt(f"{name!r} is cut off")
             crc = crc32(piece[:count], crc)
@@ -391,11 +512,23 @@ class Archive:
     def _check(self, member: Member, crc: int, size: int) -> None:
         if size != member.size or (crc != member.crc and self.has_checksums):
             raise self.corrupt(f"the content of {member.name!r} does not match its checksum")
+        self._verified.add(member.name)
 
     def verify(self, names: Iterable[str] | None = None) -> None:
-        """Compare the content of members, by default all, with their checksums."""
-        chosen = list(self.members if names is None else names)
-        self.read_all({name: None for name in chosen if self.is_large(name)})
-        for name in chosen:
+        """Compare the content of members with their checksums, unless it has been read already.
+
+        Args:
+            names: Names of members; by default all.
+
+        Raises:
+            FileError: If a member is corrupt.
+        """
+        if len(self._verified) == len(self.members):
+            return
+        chosen = self.members if names is None else names
+        unread = [name for name in chosen if self.members[name].name not in self._verified]
+
+        self.read_all({name: None for name in unread if self.is_large(name)})
+        for name in unread:
             if not self.is_large(name):
                 self.read(name)

@@ -113,7 +113,16 @@ class LocalHeader(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A member: offset of its local header, compressed and uncompressed size, CRC-32, compression."""
+    """A member, as the table of members describes it.
+
+    Attributes:
+        name: Its name in the file, with the folder.
+        header: The offset of its local header.
+        packed: Its size in the file, in bytes.
+        size: Its size, uncompressed.
+        crc: The CRC-32 of its content, uncompressed.
+        method: ``STORED`` or ``DEFLATED``.
+    """
 
     name: str
     header: int
@@ -125,18 +134,16 @@ class Member(NamedTuple):
 
 def member_of(entry: TableEntry, name: str, extra_field: bytes) -> Member:
     """Return the member of an entry, with the numbers that exceed 32 bits from its extra field."""
-    size, packed, header = (
-        entry.uncompressed_size,
-        entry.compressed_size,
-        entry.offset_of_local_header,
-    )
-    if IN_ZIP64_32 in {size, packed, header}:
-        size, packed, header = _zip64_numbers(extra_field, [size, packed, header])
+    # In the order of the zip64 extra field.
+    numbers = [entry.uncompressed_size, entry.compressed_size, entry.offset_of_local_header]
+    if IN_ZIP64_32 in numbers:
+        numbers = _zip64_numbers(extra_field, numbers)
+    size, packed, header = numbers
     return Member(name, header, packed, size, entry.crc_32, entry.compression_method)
 
 
 def _zip64_numbers(extra_field: bytes, short: list[int]) -> list[int]:
-    """Replace the numbers that are marked by those of the zip64 extra field (4.5.3), in its order."""
+    """Replace marked numbers by those of the zip64 extra field (4.5.3), in its order."""
     while len(extra_field) >= _EXTRA_HEADER.size:
         kind, length = _EXTRA_HEADER.unpack_from(extra_field)
         if kind == _ZIP64_EXTRA:

@@ -1,0 +1,166 @@
+"""Each member of a file is read and hashed once, also if several functions need its content."""
+
+import os
+import threading
+
+import pytest
+import torch
+
+import modkit
+from modkit import jit
+from modkit.files import inspect, verify, zip_archive
+from modkit.files.checkpoints import read_mapped
+from modkit.files.zip_archive import Archive
+from tests.cases import for_each
+from tests.unit.files.raw_zip import unpacked
+
+
+def keep(storage, location):
+    """Leave a storage where it is."""
+    return storage
+
+
+PLAIN = {"large": torch.rand(100_000), "also large": torch.rand(30_000), "small": torch.rand(3)}
+# torch reads this content itself.
+OTHER = {**PLAIN, "sparse": torch.eye(3).to_sparse()}
+LOADS = {
+    "load": modkit.load_checkpoint,
+    "to cpu": lambda path: modkit.load_checkpoint(path, "cpu"),
+    "function": lambda path: modkit.load_checkpoint(path, keep),
+    "mapped": lambda path: modkit.load_checkpoint(path, mmap=True),
+    "verify": verify,
+}
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Collect the number of bytes that each call hashes."""
+    sizes, crc32 = [], zip_archive.crc32
+
+    def counted(content, *rest):
+        sizes.append(len(content))
+        return crc32(content, *rest)
+
+    monkeypatch.setattr(zip_archive, "crc32", counted)
+    return sizes
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Collect the number of bytes that each call reads."""
+    sizes = []
+    for name, size in (("pread", len), ("preadv", int)):
+
+        def counted(*arguments, size=size, function=getattr(os, name)):
+            result = function(*arguments)
+            sizes.append(size(result))
+            return result
+
+        monkeypatch.setattr(os, name, counted)
+    return sizes
+
+
+@pytest.mark.posix
+@for_each("load", LOADS.values(), ids=LOADS)
+@for_each("content", [PLAIN, OTHER], ids=["plain", "left to torch"])
+def test_checkpoints(load, content, tmp_path, hashed, read):
+    """A pickle, a version and a tensor are hashed once, and the file is read once."""
+    path = tmp_path / "file.pt"
+    torch.save(content, path)
+    expected = sum(len(member.data) for member in unpacked(path.read_bytes()))
+    del hashed[:], read[:]
+    load(path)
+
+    assert sum(hashed) == expected
+    # Headers and the table of members are read as well.
+    assert sum(read) < path.stat().st_size + 5_000
+
+
+@pytest.mark.posix
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_archives(tmp_path, hashed, read):
+    """So are the code, the pickles and the extra files of an archive."""
+    path = tmp_path / "net.pt"
+    net = torch.jit.script(torch.nn.Linear(300, 300))
+    torch.jit.save(net, path, _extra_files={"note": "text" * 1000})
+    archive = Archive(path.read_bytes(), "net.pt")
+    del hashed[:], read[:]
+    jit.load(path, _extra_files={"note": ""})
+
+    # Compressed members are hashed uncompressed.
+    assert sum(hashed) == sum(member.size for member in archive.members.values())
+    assert sum(read) < path.stat().st_size + 5_000
+
+
+@for_each("mapped", [False, True])
+def test_pickles_of_averages_and_of_inspect(mapped, tmp_path, hashed):
+    """The pickle is hashed once, and tensors not at all."""
+    path = tmp_path / "file.pt"
+    torch.save(PLAIN, path)
+    members = unpacked(path.read_bytes())
+    expected = sum(len(member.data) for member in members if b"/data/" not in member.name)
+    del hashed[:]
+    read_mapped(path) if mapped else inspect(path, hashed=False)
+
+    assert sum(hashed) == expected
+
+
+def test_a_function_waits_for_one_storage_at_most(tmp_path, monkeypatch):
+    """While a function has a storage, a thread reads the next one and no other."""
+    path = tmp_path / "file.pt"
+    torch.save({str(number): torch.rand(20_000) for number in range(9)}, path)
+    started, threads, allocated = [], set(), []
+    read_into = Archive.read_into
+
+    def counted(archive, name, target):
+        started.append(name)
+        threads.add(threading.get_ident())
+        return read_into(archive, name, target)
+
+    def function(storage, location):
+        allocated.append(storage.nbytes())
+        assert len(started) - len(allocated) in {0, 1}
+        return storage
+
+    monkeypatch.setattr(Archive, "read_into", counted)
+    modkit.load_checkpoint(path, function)
+
+    assert sorted(started) == [f"data/{number}" for number in range(9)]
+    assert len(threads) == 2
+    assert allocated == [80_000] * 9
+
+
+@pytest.mark.posix
+def test_small_tensors_are_read_together(tmp_path, read):
+    """A hundred calls are enough for a thousand tensors, also where large ones are in between."""
+    path = tmp_path / "file.pt"
+    content = {str(number): torch.full((8,), float(number)) for number in range(1000)}
+    content |= {f"large {number}": torch.rand(20_000) for number in range(10)}
+    torch.save(content, path)
+    del read[:]
+    found = modkit.load_checkpoint(path)
+
+    assert all(torch.equal(found[name], tensor) for name, tensor in content.items())
+    assert len(read) < 100
+    assert sum(read) < path.stat().st_size + 50_000
+
+
+@for_each("name", [str(number) for number in range(5)])
+def test_corruption_that_a_thread_finds(name, tmp_path):
+    """Each tensor is verified before a function has it, also those that a thread has read."""
+    path = tmp_path / "file.pt"
+    content = {str(number): torch.rand(20_000) for number in range(5)}
+    torch.save(content, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(content[name].numpy().tobytes()) + 70_000] ^= 1
+    path.write_bytes(data)
+    seen = []
+
+    def function(storage, location):
+        seen.append(bytes(storage.tolist()))
+        return storage
+
+    with pytest.raises(modkit.errors.FileError, match="does not match its checksum"):
+        modkit.load_checkpoint(path, function)
+    expected = [tensor.numpy().tobytes() for key, tensor in content.items() if key < name]
+    assert seen == expected
