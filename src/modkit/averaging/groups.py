@@ -44,7 +44,7 @@ class Group:
 
         Args:
             owners: The averages.
-            average: A tensor of an average, whose dtype says whether it has one.
+            average: A tensor of an average; integers have none.
         """
         return cls(
             owners,

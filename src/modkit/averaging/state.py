@@ -423,7 +423,7 @@ def _started(
         # One model of call ``first``, and one every ``every`` calls from there on.
         return max(0, 1 + (calls - first) // every)
 
-    # What the user says counts first, then the library's counter of calls, unless its count of
+    # The number of the user counts first, then the library's counter of calls, unless its count of
     # models says something else; then its count of models alone.
     if step is not None:
         calls = step

@@ -275,8 +275,8 @@ class Registered:
             for key, member in members.items():
                 if member is None or table.get(key) is member:
                     continue
-                # What has no swapped parameter may be replaced, as an adapter without an average
-                # is.
+                # A module without swapped parameters may be replaced, as an adapter without an
+                # average is.
                 names = self._names_in(member)
                 if names:
                     return names[0]

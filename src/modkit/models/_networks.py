@@ -107,7 +107,7 @@ class ResBlock(nn.Module):
         out_channels: Channels of the output; those of the input if ``stride=1``.
         activation: Module after the first convolution, and after the sum.
         norm_type: "BN", or "LN" for a GroupNorm with one group.
-        stride: Of the first convolution and of the shortcut.
+        stride: Stride of the first convolution and of the shortcut.
     """
 
     _downsamples: Final[bool]

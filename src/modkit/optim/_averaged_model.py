@@ -175,7 +175,8 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         options = self._runtime.options
         # Functions of the user get the tensors one by one.
         is_flat = has_flat_buffers(options.precision) and not isinstance(self._rule(), UserFunction)
-        # What is not a module is refused by ``deepcopy`` or by the first update, in torch's words.
+        # An object that is not a module is refused by ``deepcopy`` or by the first update, in
+        # torch's words.
         stays = str(self._device) in {"None", "cpu"} and hasattr(model, "parameters")
         copies = self._quick_copies(model) if is_flat and stays else {}
         copy = copy_of(model, copies)
