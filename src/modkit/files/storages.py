@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
 from typing import Any, Final, cast
 
 import torch
@@ -71,12 +70,7 @@ class Storages:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._reader.shutdown()
 
     def on_meta(self, name: str, location: str) -> torch.UntypedStorage:

@@ -1,6 +1,5 @@
 """Devices for the tensors of a file: mapped as torch maps them, and verified in one read."""
 
-import os
 import warnings
 from collections import Counter
 
@@ -10,7 +9,7 @@ import torch
 import modkit
 from modkit._upstream import shares_all_storages
 from modkit.errors import FileError
-from modkit.files import checkpoints, storages
+from modkit.files import checkpoints, storages, zip_archive
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import file_of, file_written
@@ -99,14 +98,14 @@ def path(tmp_path):
 def bytes_read(monkeypatch):
     """Count what is read."""
     count = Counter()
-    for name, size in (("pread", len), ("preadv", int)):
+    for name, size in (("read_at", len), ("read_into_at", int)):
 
-        def read(*arguments, name=name, size=size, function=getattr(os, name)):
+        def read(*arguments, name=name, size=size, function=getattr(zip_archive, name)):
             result = function(*arguments)
             count["bytes"] += size(result)
             return result
 
-        monkeypatch.setattr(os, name, read)
+        monkeypatch.setattr(zip_archive, name, read)
     return count
 
 

@@ -1,6 +1,5 @@
 """Each member of a file is read and hashed once, also if several functions need its content."""
 
-import os
 import threading
 
 import pytest
@@ -49,18 +48,17 @@ def hashed(monkeypatch):
 def read(monkeypatch):
     """Collect the number of bytes that each call reads."""
     sizes = []
-    for name, size in (("pread", len), ("preadv", int)):
+    for name, size in (("read_at", len), ("read_into_at", int)):
 
-        def counted(*arguments, size=size, function=getattr(os, name)):
+        def counted(*arguments, size=size, function=getattr(zip_archive, name)):
             result = function(*arguments)
             sizes.append(size(result))
             return result
 
-        monkeypatch.setattr(os, name, counted)
+        monkeypatch.setattr(zip_archive, name, counted)
     return sizes
 
 
-@pytest.mark.posix
 @for_each("load", LOADS.values(), ids=LOADS)
 @for_each("content", [PLAIN, OTHER], ids=["plain", "left to torch"])
 def test_checkpoints(load, content, tmp_path, hashed, read):
@@ -76,7 +74,6 @@ def test_checkpoints(load, content, tmp_path, hashed, read):
     assert sum(read) < path.stat().st_size + 5_000
 
 
-@pytest.mark.posix
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_archives(tmp_path, hashed, read):
     """So are the code, the pickles and the extra files of an archive."""
@@ -130,7 +127,6 @@ def test_a_function_waits_for_one_storage_at_most(tmp_path, monkeypatch):
     assert allocated == [80_000] * 9
 
 
-@pytest.mark.posix
 def test_small_tensors_are_read_together(tmp_path, read):
     """A hundred calls are enough for a thousand tensors, also where large ones are in between."""
     path = tmp_path / "file.pt"
