@@ -202,6 +202,9 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
     """Read a computation from the source of ``forward``, if that is one expression.
 
     This keeps up with the releases of torch: what a layer computes is written there alone.
+
+    Returns:
+        The computation; None if torch's own path is to be taken.
     """
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]

@@ -88,6 +88,9 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
     What they return is checked like what was to be registered. Torch stores it unseen, and the
     error comes up in a place that has nothing to do with the hook.
 
+    Returns:
+        The new member, or its replacement.
+
     Raises:
         TypeError: A hook has returned an object of another kind.
     """

@@ -21,9 +21,12 @@ _Saved: TypeAlias = tuple[str, dict[str, Any]]
 def _save_one(
     module: torch.nn.Module, destination: Any, path: str, prefix: str, keep_vars: bool, plain: bool
 ) -> dict[str, Any]:
-    """Run the pre-hooks, write one module's own state, and return its metadata.
+    """Run the pre-hooks, and write one module's own state.
 
     With ``plain``, no override of ``_save_to_state_dict`` is called: it is written out below.
+
+    Returns:
+        The metadata of the module.
     """
     metadata = {"version": module._version}
     if hasattr(destination, "_metadata"):
