@@ -57,12 +57,12 @@ def test_files_and_functions_stay_short(file):
 
 
 def test_what_ships_stays_thin():
-    """At most 13,000 code lines in 110 files. The aim is 10,400; repairs of lost weights went first."""
+    """At most 17,000 code lines in 125 files. The aim is 11,400: what merges mechanisms is welcome."""
     files = COUNTS["shipped"]().values()
     lines = sum(COUNTS["count_lines"](file.read_text(encoding="utf-8")).code for file in files)
 
-    assert lines <= 13_000
-    assert len(files) <= 110
+    assert lines <= 17_000
+    assert len(files) <= 125
 
 
 def test_words_are_free():

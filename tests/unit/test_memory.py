@@ -1,10 +1,13 @@
 """Memory: of a module, and of what is done over and over; torch is the measure where it can do it."""
 
 import copy
+import functools
 import gc
+import io
 import pickle
 import sys
 import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,8 @@ import pytest
 import torch
 
 import modkit
+from modkit import migrations
+from modkit.errors import MigrationError
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
 from tests.processes import python
@@ -180,10 +185,56 @@ def _attached(impl: Implementation, model: Any, _: Path) -> None:
     ema.detach()
 
 
+# An error in a variable of a frame that it passed through is a reference cycle.
+
+
+@functools.cache
+def _content() -> bytes:
+    """A checkpoint. Saving makes a class, which is a cycle; in torch, too."""
+    file = io.BytesIO()
+    torch.save({"weight": torch.ones(100)}, file)
+    return file.getvalue()
+
+
+def _refused_files(impl: Implementation, model: Any, path: Path) -> None:
+    content = _content()
+    for corrupt in (content[:300] + b"x" + content[301:], content[:-100]):
+        path.write_bytes(corrupt)
+        with pytest.raises(modkit.errors.FileError):
+            modkit.load_checkpoint(path)
+    with pytest.raises(ValueError, match="state"):
+        modkit.EMA(model).load_state_dict({"module": torch.ones(1)})
+
+
+def _refused_entries(impl: Implementation, model: Any, _: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="Missing key"):
+        modkit.load_state_dict(model, state)
+    with pytest.raises(modkit.errors.NameMismatchError):
+        modkit.load_matching(model, {"module.a": torch.ones(7, 7)})
+
+
+@migrations.declare({2: [migrations.merge(["q", "k"], "qk")]})
+class _Merged(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qk = torch.nn.Parameter(torch.zeros(4, 2))
+
+
+def _refused_migrations(impl: Implementation, model: Any, _: Path) -> None:
+    half = OrderedDict(q=torch.ones(2, 2))
+    for versions in ({}, {_Merged: 1}):
+        with pytest.raises(MigrationError):
+            migrations.migrate(_Merged(), half, versions=versions or None)
+    with pytest.raises(RuntimeError):
+        _Merged().load_state_dict(half)
+
+
 Cycle = Callable[[Implementation, Any, Path], None]
 SHARED: list[Cycle] = [_call, _hooks, _hooked_call, _failing_call, _members, _walk, _load]
 SHARED += [_copies, _averaged_model, _files]
 OURS: list[Cycle] = [_scope, _ema, _averages_in_a_model, _attached]
+OURS += [_refused_files, _refused_entries, _refused_migrations]
 
 
 def name_of(cycle: object) -> str | None:
