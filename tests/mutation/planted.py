@@ -523,8 +523,8 @@ _IN_FILES: Final = [
     Bug(
         "plain state dicts: a tensor beyond the end of its storage",
         "files/plain_unpickler.py",
-        "        if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:\n",
-        "        if last * element.itemsize > stored.nbytes and 0 not in size:\n",
+        "    if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:\n",
+        "    if last * element.itemsize > stored.nbytes and 0 not in size:\n",
         _FILES + "/test_plain_unpickler.py",
     ),
     Bug(

@@ -380,12 +380,7 @@ def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
 
 def _unpickled(archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]) -> Any:
     """Return the content of a plain state dict, or raise for torch to read it."""
-    unpickler = PlainUnpickler(archive, allocate)
-    try:
-        content = unpickler.load()
-    finally:
-        # The memo references the unpickler, and so all tensors.
-        unpickler.memo.clear()
+    content = PlainUnpickler(archive, allocate).load()
     if not is_plain(content, set()):
         raise pickle.UnpicklingError
     return content

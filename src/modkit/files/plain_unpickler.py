@@ -120,8 +120,6 @@ class PlainUnpickler(pickle.Unpickler):
         allocate: Returns the storage for a member and the location that it was saved from.
     """
 
-    memo: Any
-
     def __init__(
         self, archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]
     ) -> None:
@@ -135,7 +133,9 @@ class PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> Any:
         """Return what an allowed name stands for; a KeyError leaves the file to torch."""
         allowed = _NAMES[module, name]
-        return partial(allowed, self) if allowed in _REBUILDS else allowed
+        # Nothing here refers to the unpickler. Its memo, and its stack, which an error leaves
+        # filled, are out of sight of the garbage collector: a cycle would keep all tensors.
+        return partial(allowed, self._archive) if allowed in _OF_ARCHIVE else allowed
 
     def persistent_load(self, pid: Any, /) -> _Storage:
         """Return the storage that an entry describes; its member must have that size."""
@@ -168,69 +168,73 @@ class PlainUnpickler(pickle.Unpickler):
             self._storages[key] = stored
         return stored
 
-    def tensor(
-        self,
-        stored: Any,
-        offset: int,
-        size: tuple[int, ...],
-        stride: tuple[int, ...],
-        requires_grad: bool,
-        hooks: Any,
-        *metadata: Any,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Rebuild a tensor within its storage, as ``torch._utils._rebuild_tensor_v2``."""
-        values = (stored, offset, size, stride, requires_grad, hooks)
-        if tuple(map(type, values)) != _TENSOR_TYPES:
-            raise pickle.UnpicklingError
-        # The metadata are bits for lazy conjugation and negation.
-        if hooks or offset < 0 or metadata not in _NO_METADATA:
-            raise pickle.UnpicklingError
-        element: torch.dtype = stored.dtype if dtype is None else dtype
 
-        last = offset
-        for length, step in zip(size, stride, strict=True):
-            if type(length) is not int or type(step) is not int or length < 0 or step < 0:
-                raise pickle.UnpicklingError
-            last += (length - 1) * step
-        if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:
-            raise self._archive.corrupt("a tensor extends beyond the end of its storage")
+def _tensor(
+    archive: Archive,
+    stored: Any,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    requires_grad: bool,
+    hooks: Any,
+    *metadata: Any,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Rebuild a tensor within its storage, as ``torch._utils._rebuild_tensor_v2``."""
+    values = (stored, offset, size, stride, requires_grad, hooks)
+    if tuple(map(type, values)) != _TENSOR_TYPES:
+        raise pickle.UnpicklingError
+    # The metadata are bits for lazy conjugation and negation.
+    if hooks or offset < 0 or metadata not in _NO_METADATA:
+        raise pickle.UnpicklingError
+    element: torch.dtype = stored.dtype if dtype is None else dtype
 
-        tensor = torch.empty(0, dtype=element, device=stored.device)
-        tensor.set_(stored.storage, offset, size, stride)
-        if requires_grad:
-            tensor.requires_grad = True
-        tensor._backward_hooks = hooks
-        return tensor
-
-    def tensor_of_dtype(self, *description: Any) -> Tensor:
-        """Rebuild a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
-        dtype = description[6]
-        if type(dtype) is not torch.dtype:
+    last = offset
+    for length, step in zip(size, stride, strict=True):
+        if type(length) is not int or type(step) is not int or length < 0 or step < 0:
             raise pickle.UnpicklingError
-        return self.tensor(*description[:6], *description[7:], dtype=dtype)
+        last += (length - 1) * step
+    if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:
+        raise archive.corrupt("a tensor extends beyond the end of its storage")
 
-    def parameter(self, data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
-        """Rebuild a parameter without hooks, as ``torch._utils._rebuild_parameter``."""
-        if type(data) is not Tensor or type(hooks) is not OrderedDict or hooks:
-            raise pickle.UnpicklingError
-        parameter = torch.nn.Parameter(data, requires_grad)
-        parameter._backward_hooks = hooks
-        return parameter
+    tensor = torch.empty(0, dtype=element, device=stored.device)
+    tensor.set_(stored.storage, offset, size, stride)
+    if requires_grad:
+        tensor.requires_grad = True
+    tensor._backward_hooks = hooks
+    return tensor
+
+
+def _tensor_of_dtype(archive: Archive, *description: Any) -> Tensor:
+    """Rebuild a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
+    dtype = description[6]
+    if type(dtype) is not torch.dtype:
+        raise pickle.UnpicklingError
+    return _tensor(archive, *description[:6], *description[7:], dtype=dtype)
+
+
+def _parameter(data: Tensor, requires_grad: bool, hooks: Any) -> torch.nn.Parameter:
+    """Rebuild a parameter without hooks, as ``torch._utils._rebuild_parameter``."""
+    if type(data) is not Tensor or type(hooks) is not OrderedDict or hooks:
+        raise pickle.UnpicklingError
+    parameter = torch.nn.Parameter(data, requires_grad)
+    parameter._backward_hooks = hooks
+    return parameter
 
 
 _PID_TYPES: Final = (str, _StorageType, str, str, int)
 _TENSOR_TYPES: Final = (_Storage, int, tuple, tuple, bool, OrderedDict)
 _NO_METADATA: Final[tuple[Any, ...]] = ((), ({},))
-_REBUILDS: Final = (PlainUnpickler.tensor, PlainUnpickler.tensor_of_dtype, PlainUnpickler.parameter)
+# They report a corrupt file, and so need the archive.
+_OF_ARCHIVE: Final = (_tensor, _tensor_of_dtype)
 _NAMES: Final[dict[tuple[str, str], Any]] = {
     **{("torch", f"{name}Storage"): _StorageType(dtype) for name, dtype in _STORAGES.items()},
     **{("torch", str(dtype)[6:]): dtype for dtype in (*_STORAGES.values(), *_NEWER)},
     ("torch.storage", "UntypedStorage"): _StorageType(torch.uint8),
     ("torch", "Size"): torch.Size,
-    ("torch._utils", "_rebuild_tensor_v2"): PlainUnpickler.tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): PlainUnpickler.tensor_of_dtype,
-    ("torch._utils", "_rebuild_parameter"): PlainUnpickler.parameter,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_of_dtype,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
     ("collections", "OrderedDict"): OrderedDict,
 }
 
