@@ -258,6 +258,9 @@ def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
     """Find averages that some libraries store without the dots of names, behind a prefix.
 
     Buffers and parameters of a module cannot have dots in their names.
+
+    Yields:
+        A note on the averages, at most one.
     """
     by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
@@ -284,6 +287,9 @@ def _families(
 
     If both sides have some of a family among what does not fit, they may be renamed, and are left
     to the search for that.
+
+    Yields:
+        A note for each family that only one side has.
     """
     for pattern, family in _FAMILIES.items():
         finder = re.compile(pattern)
@@ -328,6 +334,9 @@ def _depths(
     """Find lists of layers that are longer on one side, or that start at another number.
 
     Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
+
+    Yields:
+        A note for each list of layers whose length or first number differs.
     """
     file_homes = _numbered(file)
     model_homes = _numbered(model)
@@ -429,6 +438,9 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
     Args:
         sizes: By the name in the model, the shape in the checkpoint and in the model.
         total: The number of tensors in the model.
+
+    Yields:
+        A note for each kind of difference; a single one for widths, if many tensors differ in them.
     """
     changed: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, list[str]] = defaultdict(list)

@@ -658,6 +658,12 @@ def _is_evident(
 def beginnings(name: str) -> list[str]:
     """Return the beginnings of a name that end with a whole part, and the name itself last.
 
+    Args:
+        name: Dotted name.
+
+    Returns:
+        The beginnings, from the shortest to the longest.
+
     Example:
         >>> beginnings("blocks.0.weight")
         ['blocks', 'blocks.0', 'blocks.0.weight']

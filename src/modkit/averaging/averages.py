@@ -185,8 +185,10 @@ def flat_buffers(
 class Average:
     """The average of named tensors: what is stored of it, and what a checkpoint holds of it.
 
+    Args:
+        options: Options of the average, kept as an attribute.
+
     Attributes:
-        options: Options of the average.
         tensors: Averages by name.
         errors: Low-order error terms by name, with ``precision="compensated"``.
         flats: Flat buffers, of which small tensors are parts.

@@ -29,13 +29,16 @@ def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Check the options of a callback that gets its model later.
 
     Args:
-        decay: The option.
-        index: The option.
-        options: The other options of ``EMA``.
+        decay: Decay or schedule of each average, as for ``EMA``.
+        index: Index of the average to evaluate.
+        options: The other options of ``EMA``. Globs are compared with the names of the model when
+            there is one.
 
     Raises:
-        TypeError, ValueError, IndexError: As ``EMA`` would refuse them. Globs are compared with the
-            names of the model when there is one.
+        TypeError: If ``decay`` is a model, ``index`` is not an int, or ``EMA`` refuses the type of
+            an option.
+        ValueError: If ``EMA`` refuses the value of an option.
+        IndexError: If there is no average ``index``.
     """
     if isinstance(cast("object", decay), torch.nn.Module):
         raise TypeError(
@@ -343,8 +346,11 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         """Copy the average in if ``swap_to_average_at_end``; ``ema.restore()`` undoes it.
 
         Until then, states hold the training weights too, and updates and steps of attached
-        optimizers are refused. An evaluation that was left without its end is ended first. All
-        arguments are ignored.
+        optimizers are refused. An evaluation that was left without its end is ended first.
+
+        Args:
+            args: Arguments of the loop's hook, ignored.
+            kwargs: Keyword arguments of the loop's hook, ignored.
 
         Raises:
             RuntimeError: If that evaluation has written to the weights, or if the model holds an
@@ -454,7 +460,10 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the
         caller's. Before the first update the model keeps the training weights, and inside a block
         of :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block.
-        All arguments are ignored.
+
+        Args:
+            args: Arguments of the loop's hook, ignored.
+            kwargs: Keyword arguments of the loop's hook, ignored.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
@@ -466,8 +475,11 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         """Restore the training weights; without effect outside an evaluation.
 
         ``on_test_end`` and ``on_predict_end`` are the same. So are ``on_train_batch_start`` and
-        ``on_exception``, for an evaluation that an error has left without its end. All arguments
-        are ignored.
+        ``on_exception``, for an evaluation that an error has left without its end.
+
+        Args:
+            args: Arguments of the loop's hook, ignored.
+            kwargs: Keyword arguments of the loop's hook, ignored.
 
         Raises:
             RuntimeError: If the weights were written to, or parameters replaced, since

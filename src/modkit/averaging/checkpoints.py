@@ -150,6 +150,9 @@ def _fitting(
         shapes: Shapes in the first file by name.
         dtypes: Dtypes in the first file by name, such as ``"float32"``.
 
+    Returns:
+        The opened file.
+
     Raises:
         NameMismatchError: If it does not have these names and shapes.
         ValueError: If it has other kinds of dtypes.

@@ -188,9 +188,17 @@ class EMA(Generic[ModelT]):
         self._module: AveragedCopy[ModelT] | None = None
 
     def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
-        """Raise RuntimeError if the model holds an average in place of its training weights.
+        """Check that the model holds its training weights, not an average in their place.
 
-        ``remedy`` says what to do between copy_to() and restore(); by default, to restore first.
+        Args:
+            call: The refused call with its class, such as ``EMA.update()``, for the error.
+            model: The model to check.
+            remedy: The remedy for a model between copy_to() and restore(), a sentence. Default: to
+                restore first.
+
+        Raises:
+            RuntimeError: If the model holds an average inside applied(), or between copy_to() and
+                restore().
         """
         name = call.rpartition(".")[2]
 

@@ -175,6 +175,9 @@ class Engine:
     def check_index(self, index: int) -> None:
         """Check the index of an average.
 
+        Args:
+            index: Index of the average, from 0.
+
         Raises:
             TypeError: If it is not an int.
             IndexError: If there is no average of this index.
@@ -364,6 +367,12 @@ class Engine:
         removing a layer of a list renumbers the others. If it also has other memory, it may hold
         something else (the original of a parametrization is what ``right_inverse`` returns), so
         only an equal name counts. A name whose tensor is elsewhere in the model now is a new one.
+
+        Args:
+            named: The tensors of the model.
+
+        Returns:
+            The name in the averages, by the name in the model. New tensors are left out.
         """
         former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
         members = named.all()

@@ -112,7 +112,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
     Raises:
         ValueError: If the state is unknown or invalid, or a list does not fit the model.
-    """
+    """  # noqa: DOC501 - invalid_state() makes a ValueError
     source = recognise(state, model)
     checked = CheckedMapping(source or "", state)
     match source:

@@ -16,6 +16,12 @@ _WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_
 def canonical_name(name: str) -> str:
     """Return a tensor's name without the parts that compilers and distributed wrappers add.
 
+    Args:
+        name: Dotted name of a parameter or buffer.
+
+    Returns:
+        The name in the unwrapped model.
+
     Example:
         >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
         'layers.0.weight'

@@ -102,7 +102,7 @@ def read(
             missing or invalid, or not finite unless ``on_nonfinite`` is ``"ignore"``, or if
             ``step`` is given for a state that has its own counter.
         NameMismatchError: If the training weights in the state do not fit the model.
-    """
+    """  # noqa: DOC501 - invalid_state() makes a ValueError
     checked = CheckedMapping(OWN, state)
     if not state:
         if step is not None:
@@ -211,7 +211,17 @@ def _schedule(checked: CheckedMapping, current: Schedule) -> Schedule:
     """Return the ``EMA``'s schedule if the state has an equal one, or else that of the state.
 
     Functions and subclasses cannot be made from a state: code is never taken from a file.
-    """
+
+    Args:
+        checked: The configuration of the schedule in the state.
+        current: The schedule of the ``EMA``.
+
+    Returns:
+        ``current`` if its configuration is equal, else a schedule created from the state.
+
+    Raises:
+        ValueError: If they differ and no equal schedule can be created from the state.
+    """  # noqa: DOC501 - invalid_state() makes a ValueError
     config = _plain(checked.values)
     try:
         if config == _plain(current.to_config()):
@@ -337,7 +347,7 @@ def matched(
         NameMismatchError: If names or shapes of an average, or of its statistics, are not those of
             the model.
         ValueError: If an average is complex and its parameter real, or the other way round.
-    """
+    """  # noqa: DOC501 - invalid_state() makes a ValueError
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():

@@ -90,7 +90,10 @@ class CheckedMapping:
         Args:
             name: Name of the entry.
             requirement: What it must be, after "must be".
-        """
+
+        Raises:
+            ValueError: Always, with the path of the entry and what it is.
+        """  # noqa: DOC501 - invalid_state() makes a ValueError
         got = described(self.values[name])
         raise invalid_state(
             f"the state of {self.source} is invalid: {self.key(name)} must be {requirement}, got "
@@ -106,7 +109,7 @@ class CheckedMapping:
 
         Raises:
             ValueError: If one is missing. It names all of them.
-        """
+        """  # noqa: DOC501 - invalid_state() makes a ValueError
         # All of them in one error, so that a state is corrected once.
         missing = [self.key(name) for name in names if name not in self.values]
         if missing:

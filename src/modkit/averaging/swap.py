@@ -92,7 +92,9 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
 
     Raises:
         AssertionError: If the model is sharded, which torch refuses to copy.
-        Exception: Whatever else ``copy.deepcopy`` raises.
+        RuntimeError: If torch refuses to copy a tensor that is not a result of autograd.
+        TypeError: If the model holds an object that cannot be copied, such as a lock.
+        Exception: Any other error of ``copy.deepcopy``.
     """
     try:
         return copy.deepcopy(model, dict(copies or {}))

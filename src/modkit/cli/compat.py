@@ -71,8 +71,9 @@ def compat(
     compared.
 
     With --tests, a pytest suite runs twice, as it is and with modkit in place of torch.nn in the
-    modules of its project and in the packages of --swap; no file is changed. Outcomes and exceptions
-    are compared test by test, and what differs is repeated. What follows -- is for pytest.
+    modules of its project and in the packages of --swap; no file is changed. Outcomes and
+    exceptions are compared test by test, and what differs is repeated. What follows -- is for
+    pytest.
 
     \b
     Examples:

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from modkit import __version__
-from modkit.compat.behaviours import areas as areas
+from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.cases import Case
 from modkit.compat.behaviours.differences import DIFFERENCES
 from modkit.compat.outcomes import Library, Outcome, difference, freeze, outcome

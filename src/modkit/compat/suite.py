@@ -184,6 +184,12 @@ def recorded(folder: Path) -> Recorded:
     """Read what all processes of a run have written.
 
     A test that started and did not end is "cut off": its process crashed or was stopped.
+
+    Args:
+        folder: Folder with one ``.jsonl`` file per process.
+
+    Returns:
+        The merged records. The number of collected tests is the largest of any process.
     """
     record = Recorded({}, {}, set(), 0)
     collected = 0

@@ -1,4 +1,7 @@
-"""Imports with modkit in place of ``torch.nn``, for chosen packages and folders. No file is written."""
+"""Imports with modkit in place of ``torch.nn``, for chosen packages and folders.
+
+No file is written.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ class SwappedImports(MetaPathFinder):
         return None
 
     def _with_loader(self, spec: ModuleSpec) -> ModuleSpec | None:
-        """Return the spec with the rewriting loader, or None if the module is not to be rewritten."""
+        """Return the spec with the rewriting loader; None if the module is not to be rewritten."""
         if type(spec.loader) is not SourceFileLoader or not self._is_chosen(spec):
             return None
         spec.loader = _SwappingLoader(spec.name, spec.loader.path, self._report)

@@ -299,6 +299,9 @@ def mapped_content(archive: Archive, descriptor: int) -> Any:
 def verify_checksums(path: str | os.PathLike[str]) -> None:
     """Test the checksums of a file of torch; files of formats without checksums pass.
 
+    Args:
+        path: File to test.
+
     Raises:
         FileError: If the file is corrupt, empty, or not as torch writes it.
     """
@@ -354,6 +357,18 @@ def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
     """Return the content of a plain state dict, or None to let torch read the file.
 
     Tensors are mapped from a descriptor, unverified, or verified while they are read.
+
+    Args:
+        archive: The file.
+        mapped: Descriptor to map tensors from; None to read them.
+        map_location: Device or function, as for ``torch.load``.
+
+    Returns:
+        The content; None if torch has to read the file.
+
+    Raises:
+        FileError: If the file is corrupt.
+        Exception: Any error that ``map_location`` causes, such as an unavailable device.
     """
     if modes_are_active() or not is_for_plain_unpickler(archive):
         return None

@@ -192,7 +192,7 @@ def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
     Raises:
         FileError: If the file has another digest.
         ValueError: If ``sha256`` is not a digest.
-    """
+    """  # noqa: DOC501 - other_file() makes a FileError
     if sha256 is None:
         return
     expected = parse_digest(sha256)
@@ -214,9 +214,12 @@ def archive_of(source: int | bytes, what: str, kind: str) -> Archive:
         what: How errors name the file.
         kind: The kind that it must be of.
 
+    Returns:
+        The archive, whose small members were tested.
+
     Raises:
         FileError: If it is of another kind, or not as torch writes it.
-    """
+    """  # noqa: DOC501 - wrong_kind() makes a FileError
     if read_some(source, 0, 2) == b"PK":
         archive = Archive(source, what)
         if kind_of_members(archive.members) == kind:
@@ -238,6 +241,9 @@ _FACTS: Final = {
 
 def check_facts(archive: Archive) -> None:
     """Test the small members, such as the version, for content that torch's readers trust.
+
+    Args:
+        archive: The archive, a zip file of torch.
 
     Raises:
         FileError: If one has content that torch never writes.

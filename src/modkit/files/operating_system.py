@@ -58,8 +58,15 @@ def lock_folder(folder: Path) -> int | None:
 
     The kernel releases the lock of a killed process.
 
+    Args:
+        folder: Folder to lock.
+
+    Returns:
+        The open descriptor, or None if the folder does not exist or the system cannot lock it.
+
     Raises:
         BlockingIOError: If another writer has locked it.
+        OSError: If the folder cannot be opened, or is a symbolic link.
     """
     if fcntl is None:
         return None

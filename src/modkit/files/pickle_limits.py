@@ -180,9 +180,11 @@ _DTYPE_STATES: Final = [[3, order, None, None, None, -1, -1, 0] for order in "<>
 class _Object:
     """An object on the stack, without its value.
 
-    Attributes:
+    Args:
         content: The items of a container, a name, a string or a number; ``_OPAQUE`` for other
-            objects.
+            objects. Kept as an attribute.
+
+    Attributes:
         depth: Levels of nesting below it.
         weight: How many objects its hash visits.
         held: Whether another object contains it.

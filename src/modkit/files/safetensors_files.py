@@ -48,6 +48,9 @@ _MOST_HEADER: Final = 100_000_000  # the limit of safetensors
 class SafetensorsFile:
     """A safetensors file. Opening reads the header.
 
+    Args:
+        path: File to open.
+
     Attributes:
         metadata: The metadata in the header: strings.
         versions: The versions of modules in it, in the form of the ``_metadata`` of a state dict.
@@ -137,6 +140,12 @@ def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
 def library(name: str) -> Any:
     """Import a module of the optional package safetensors.
 
+    Args:
+        name: Dotted name of the module.
+
+    Returns:
+        The module.
+
     Raises:
         ImportError: If it is not installed, with the command that installs it.
     """
@@ -157,6 +166,12 @@ class Described(NamedTuple):
 
 def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
     """Sort tensors by the width of their dtypes, so that each is aligned.
+
+    Args:
+        described: Dtype and shape of each tensor by name.
+
+    Returns:
+        The entries, those of the widest dtypes first.
 
     Raises:
         ValueError: If safetensors does not have a dtype.

@@ -101,6 +101,14 @@ class Storages:
         Args:
             name: The member.
             location: The device that it was saved from, as the pickle names it.
+
+        Returns:
+            The storage on the device that ``map_location`` selects, or the result of its function.
+
+        Raises:
+            FileError: If the content of a member that is read here is corrupt.
+            UnpicklingError: If a member to map is not aligned in the file, or the function does not
+                return a storage.
         """
         member = self._archive.members[name]
         device = None if self.maps_by_function else self._device_of(location)

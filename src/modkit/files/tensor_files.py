@@ -92,6 +92,9 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor, verified.
 
+        Args:
+            name: Name of the tensor.
+
         Raises:
             FileError: If its content is corrupt.
         """
@@ -155,6 +158,12 @@ class _TorchFile:
 
 def shards_of(index: Path) -> dict[Path, list[str]]:
     """Return the names in each file that an index lists.
+
+    Args:
+        index: Path of the ``.index.json``.
+
+    Returns:
+        The names of tensors by the path of their file.
 
     Raises:
         FileError: If the index is corrupt, or not one that a library writes.

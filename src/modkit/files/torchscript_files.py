@@ -78,11 +78,15 @@ def verified_archive(
         sha256: The expected digest of the file.
         in_parts: Read the archive once, into memory, where torch can load it from there.
 
+    Yields:
+        The archive, for the reader of torch.
+
     Raises:
         ValueError: If the file does not exist, is a directory, or ``sha256`` is not a digest.
         FileError: If the file is corrupt, of another kind, or has another digest. Errors of torch's
             reader inside the block become one, too.
-    """
+        RuntimeError: Any other RuntimeError of the block.
+    """  # noqa: DOC501 - an IndexError becomes a FileError
     with ExitStack() as stack:
         source: int | bytes
         if isinstance(f, (str, os.PathLike)):

@@ -88,7 +88,13 @@ Target: TypeAlias = memoryview | Copier | None
 
 @contextmanager
 def open_regular(path: AnyPath) -> Generator[int]:
-    """Open a regular file for reading and yield the descriptor; never block on a FIFO or a device.
+    """Open a regular file for reading, without blocking on a FIFO or a device.
+
+    Args:
+        path: File to open.
+
+    Yields:
+        The descriptor, open for the block.
 
     Raises:
         FileError: If it is a FIFO or a device.
@@ -107,6 +113,12 @@ def open_regular(path: AnyPath) -> Generator[int]:
 def open_source(file: AnyPath | IO[bytes]) -> Generator[tuple[int | bytes, str]]:
     """Yield a descriptor of a path, or the content of an open file, and how errors name it.
 
+    Args:
+        file: Path, or a file that is open for reading bytes.
+
+    Yields:
+        The descriptor or the content, and the name for errors.
+
     Raises:
         FileError: If a path is not that of a regular file.
         TypeError: If a file is open as text.
@@ -122,6 +134,12 @@ def content_of(file: Any) -> bytes:
     """Return the content of an open file from its position on.
 
     At the end of a file, such as one that was just written, it is read from its start.
+
+    Args:
+        file: File that is open for reading bytes.
+
+    Returns:
+        The bytes that were read.
 
     Raises:
         TypeError: If the file is open as text.
@@ -396,6 +414,12 @@ class Archive:
 
     def read(self, name: str) -> bytes:
         """Return the verified content of a member of at most :data:`MOST_TEXT` bytes.
+
+        Args:
+            name: Name of the member, without the archive's folder.
+
+        Returns:
+            The content, decompressed.
 
         Raises:
             FileError: If the member is larger, cannot be decompressed, or is corrupt.

@@ -186,6 +186,11 @@ class EMACallback(Callback, NamesTheRightClass):
 
         Lightning calls it.
 
+        Args:
+            trainer: Trainer that calls the hook.
+            pl_module: Model of the trainer.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
         Raises:
             RuntimeError: If ``fit()`` was called inside :meth:`evaluating` or ``EMA.applied()``.
         """
@@ -202,6 +207,10 @@ class EMACallback(Callback, NamesTheRightClass):
         """Start or resume averaging, with the model on its device and sharded. Lightning calls it.
 
         A further fit of the same model continues its averages; that of another model starts anew.
+
+        Args:
+            trainer: Trainer that calls the hook.
+            pl_module: Model of the trainer; its parameters are averaged.
 
         Raises:
             TypeError: If the strategy is ``FSDPStrategy``, or the steps of an optimizer cannot be
@@ -285,6 +294,10 @@ class EMACallback(Callback, NamesTheRightClass):
 
         Lightning calls it.
 
+        Args:
+            trainer: Trainer that calls the hook.
+            pl_module: Model of the trainer, not used.
+
         Raises:
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError, ValueError: As in :meth:`on_train_batch_end`.
@@ -298,6 +311,10 @@ class EMACallback(Callback, NamesTheRightClass):
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Copy the average into the model, if ``swap_to_average_at_end=True``. Lightning calls it.
+
+        Args:
+            trainer: Trainer that calls the hook, not used.
+            pl_module: Model of the trainer, not used.
 
         Raises:
             RuntimeError: If the model holds an average inside ``EMA.applied()``.
@@ -376,6 +393,11 @@ class EMACallback(Callback, NamesTheRightClass):
         Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same.
         Inside a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps
         the weights of the block.
+
+        Args:
+            trainer: Trainer that calls the hook.
+            pl_module: Model of the trainer. A model that the callback does not average keeps its
+                weights.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.

@@ -286,8 +286,13 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start averaging, or resume with the averages and training weights of a checkpoint.
 
-        The Trainer calls it, with the training arguments, its state and its control; a keyword of
-        each event is the ``model``, another one the ``optimizer``.
+        The Trainer calls it.
+
+        Args:
+            args: Training arguments, not used.
+            state: State of the Trainer, with the step that training starts at.
+            control: Control of the Trainer, not used.
+            kwargs: Objects of the Trainer by name, among them ``model`` and ``optimizer``.
 
         Raises:
             RuntimeError: If the callback is not attached to the Trainer that trains.
@@ -336,6 +341,13 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         """Load the averages of the best model; copy the average into the model, if configured.
 
         The Trainer calls it, after it has loaded the best model.
+
+        Args:
+            args: Training arguments. With ``load_best_model_at_end``, the averages of the best
+                model are loaded.
+            state: State of the Trainer, with the path of the best checkpoint.
+            control: Control of the Trainer, not used.
+            kwargs: Objects of the Trainer by name, not used.
 
         Raises:
             ValueError: If ``ema.pt`` of the best checkpoint cannot be read, is of another step or
@@ -457,7 +469,15 @@ def _mark(step: int) -> dict[str, Any]:
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
     """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file.
 
-    ``step`` is that of the checkpoint, or None if it is unknown.
+    Args:
+        folder: The checkpoint.
+        step: The global step of the checkpoint; None if it is unknown.
+
+    Returns:
+        The content, with its tensors on the CPU.
+
+    Raises:
+        ValueError: If the file cannot be read, is of a later version, or is of another step.
     """
     path = folder / FILE
     if not path.exists():

@@ -31,9 +31,13 @@ _NEEDED_FOR_INVERSE: Final = {"drop": "a default", "convert": "a function down="
 class Lazy:
     """A tensor of a file, or one computed from such, that is read on demand.
 
-    Attributes:
+    Args:
         meta: A tensor on the meta device with its dtype and shape.
-        read: Returns the tensor.
+        read: Function that returns the tensor.
+
+    Attributes:
+        meta: The argument.
+        read: The argument.
     """
 
     def __init__(self, meta: Tensor, read: Callable[[], Tensor]) -> None:
@@ -48,8 +52,12 @@ class UndecidableError(MigrationError):
 class Slots(dict[str, Any]):
     """The state that an optimizer has for one parameter: tensors of its shape, and scalars.
 
-    Attributes:
+    Args:
+        state: The entries of the optimizer's state for the parameter.
         sources: The names of the parameters that it is made of.
+
+    Attributes:
+        sources: The argument.
         shape: The shape of the parameter; None if no tensor of the state has more than a scalar.
     """
 
@@ -390,6 +398,14 @@ def shape_of(value: Any) -> torch.Size | None:
 def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]:
     """Return all applications of a step, which happen at once.
 
+    Args:
+        step: The step.
+        module: The module that it belongs to, for functions that take one.
+        entries: Entries of the module by name, as they are before the step.
+
+    Returns:
+        The changes, without effect on ``entries``.
+
     Raises:
         MigrationError: If the step is impossible.
     """
@@ -415,6 +431,14 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
     """Return the entries after the applications of a step.
 
     New entries take the position of the first one that they are made of; the others come last.
+
+    Args:
+        step: The step.
+        entries: Entries by name, as they are before the step.
+        changes: All applications of the step, as :func:`apply` returns them.
+
+    Returns:
+        The new entries, in a dict of their own.
 
     Raises:
         MigrationError: If two entries would have one name, or there would be no way back.

@@ -220,9 +220,17 @@ class _Reading(NamedTuple):
 def version_of(module: Any, entries: Entries) -> int:
     """Return the version of entries without one: that with which they fit the module best.
 
+    Args:
+        module: The module, whose class has migrations.
+        entries: Entries of the module by name.
+
+    Returns:
+        The version, at most that of the module.
+
     Raises:
-        MigrationError: If two versions fit, and their steps differ, if they fit with none because a
-            step is impossible, or if a step cannot be tried out without values.
+        MigrationError: If two versions fit, and their steps differ, or if they fit with none
+            because a step is impossible.
+        UndecidableError: If a step cannot be tried out without values.
     """
     cls = type(module)
     expected = {without_wrappers(name): value for name, value in module.state_dict().items()}

@@ -32,6 +32,9 @@ def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
         norm_type: The argument of a network.
         activation: The argument of a network; a new ReLU takes the place of ``DEFAULT_ACTIVATION``.
 
+    Returns:
+        The activation of the network, or None for none.
+
     Raises:
         AssertionError: If ``norm_type`` is neither "BN" nor "LN", in LightZero's words.
     """
@@ -159,6 +162,9 @@ def _head(
         zero: Whether the logits are zero at first. The same random numbers are drawn in either
             case.
 
+    Returns:
+        Layers that map shape ``(batch, features)`` to ``(batch, logits)``.
+
     Raises:
         IndexError: If there is no hidden layer.
     """
@@ -178,9 +184,17 @@ def _head(
 
 
 def _check_features(owner: nn.Module, kind: str, features: object) -> None:
-    """Raise RuntimeError unless each sample has as many features as the head ``kind`` takes.
+    """Check that each sample has as many features as a head takes.
 
     LightZero reshapes the batch to rows of that size instead, which may mix samples.
+
+    Args:
+        owner: The network of the head.
+        kind: The kind of the head, such as ``"value"``.
+        features: Planes of shape ``(batch, channels, height, width)``.
+
+    Raises:
+        RuntimeError: If the number of features differs.
     """
     # While fx or torch.jit.trace records, the layer itself raises.
     if not isinstance(features, Tensor) or get_tracing_state():

@@ -100,7 +100,7 @@ def load_matching(
         Matched: 1 loaded, 1 skipped, 1 missing
           skipped  net.bias  shape [5], the model has [3]
           missing  bias      keeps its value
-    """
+    """  # noqa: DOC501 - _nothing_fits() makes a NameMismatchError
     if not isinstance(cast("object", model), TorchModule):
         raise TypeError(
             f"modkit.load_matching(): model must be a torch.nn.Module, got {torch.typename(model)}"

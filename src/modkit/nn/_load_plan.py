@@ -82,7 +82,8 @@ class Load:
         except MigrationError as error:
             self.errors.append(str(error))
             self.refuse(module, strict=False)
-        # Names that the load reports are those after the migration. A copy: layers may edit the entries.
+        # Names that the load reports are those after the migration. A copy: layers may edit the
+        # entries.
         self.given = dict(self.entries)
         self.metadata = self.entries._metadata
         self.saved = self.metadata.get
@@ -128,8 +129,8 @@ class Load:
     def _refusal(self, module: torch.nn.Module, listed: str) -> RuntimeError:
         """Return torch's error with the cause as notes.
 
-        Made here, since an error in a variable of the frame that raises it is a reference cycle: model
-        and state dict would stay until the next garbage collection.
+        Made here, since an error in a variable of the frame that raises it is a reference cycle:
+        model and state dict would stay until the next garbage collection.
         """
         error = RuntimeError(
             f"Error(s) in loading state_dict for {type(module).__name__}:\n\t{listed}"

@@ -46,6 +46,13 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             ``avg_fn``.
         use_buffers: Whether buffers are averaged. If False they are copied: call ``update_bn``
             at the end of training.
+        precision: Dtype and rounding of the average. Default: the dtype of the model.
+        on_nonfinite: How infinite and NaN weights are treated.
+        buffers: How buffers are treated, instead of ``use_buffers``.
+        include: Parameters to average.
+        exclude: Parameters to copy.
+        trainable_only: Whether only parameters that require gradients are averaged.
+        seed: Seed for stochastic rounding.
 
     modkit: Tensors are paired by name, and a model that does not match is refused before anything
     is written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``,

@@ -64,6 +64,7 @@ def update_bn(
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
+        weight_by_samples: Whether batches are weighted by their number of samples.
 
     modkit: Only batch normalization runs in training mode, and each module gets its own mode back.
     If anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
