@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from modkit._renames import Rule, Shape, Shapes, Unexplained, find_renames, starred
+from modkit._layer_lists import Shape, Shapes, is_renumbered, lists_in, names_below
+from modkit._renames import Renames, Rule, Unexplained, find_renames, starred
 from modkit.errors import printable
 
 
@@ -129,8 +130,8 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
         At most eight lines, as :func:`explain` returns them.
     """
     if reported is None:
-        differing = [name for name in model if name in file and file[name] != model[name]]
-        reported = model.keys() - file.keys(), file.keys() - model.keys(), differing
+        of_other_shape = [name for name in model if name in file and file[name] != model[name]]
+        reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
     missing = set(reported[0])
     unexpected = set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
@@ -148,7 +149,10 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
 
-    pairs = {name: name for name in reported[2] if name in file} | renames.pairs
+    notes += _insertions(renames)
+    in_order = {name for names in renames.renumbered.values() for name in names}
+    differing = [name for name in reported[2] if name in file and name not in in_order]
+    pairs = {name: name for name in differing} | renames.pairs
     sizes = {name: (file[old], model[name]) for old, name in pairs.items()}
     notes += _sizes(sizes, len(model))
     if is_covered:
@@ -312,14 +316,17 @@ def _families(
         yield Note(_CAUSE, len(names), line)
 
 
-def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
-    """Return the names below each home by number, such as those of layers in a list."""
-    numbered: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in names:
-        # A name from a file may be of any length.
-        for match in re.finditer(r"(?:^|\.)(\d{1,9})(?=\.)", name[:1000]):
-            numbered[name[: match.start()]][int(match[1])].append(name)
-    return numbered
+def _insertions(renames: Renames) -> Iterator[Note]:
+    """Name the lists in which layers were inserted or removed, such as dropout."""
+    tensors: Counter[str] = Counter()
+    for home, names in renames.renumbered.items():
+        tensors[starred(home)] += len(names)
+    for home, n in tensors.items():
+        line = (
+            f"layers were inserted or removed below {_quoted(home)}: one number is not one layer "
+            "in the checkpoint and in the model"
+        )
+        yield Note(_PREFIX, n, line)
 
 
 def _depths(
@@ -329,8 +336,8 @@ def _depths(
 
     Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
     """
-    file_homes = _numbered(file)
-    model_homes = _numbered(model)
+    file_homes = lists_in(file)
+    model_homes = lists_in(model)
     for home in sorted(file_homes.keys() & model_homes.keys()):
         in_file = file_homes[home]
         in_model = model_homes[home]
@@ -341,9 +348,11 @@ def _depths(
         is_shifted = {n - first for n in in_file} == {n - model_first for n in in_model}
         if extra == in_file.keys() or (extra and lost and not is_shifted):
             continue
+        if is_renumbered(in_file, in_model):
+            continue
 
-        explained = _forget((name for n in extra for name in in_file[n]), surplus)
-        explained += _forget((name for n in lost for name in in_model[n]), lacking)
+        explained = _forget(names_below(home, in_file, extra), surplus)
+        explained += _forget(names_below(home, in_model, lost), lacking)
         if extra and lost:
             line = (
                 f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and with "
