@@ -389,6 +389,31 @@ def migrates_before(loader: object, migrate: Any) -> None:
     _MIGRATING_BEFORE[loader] = migrate
 
 
+def migrate_declared(model: torch.nn.Module, loading: Load) -> None:
+    """Migrate the entries of a load if a class in the model declares migrations.
+
+    Args:
+        model: The root of the tree that is loaded.
+        loading: The load, whose entries are replaced.
+
+    Raises:
+        RuntimeError: The entries cannot be migrated.
+    """
+    classes = {type(model)}
+
+    def enter(name: str, child: torch.nn.Module, state: bool) -> bool:
+        classes.add(type(child))
+        return state
+
+    descend(model, True, enter)
+    for cls in classes:
+        for base in cls.__mro__:
+            migrate = _MIGRATING_BEFORE.get(base.__dict__.get("_load_from_state_dict"))
+            if migrate is not None:
+                loading.migrate(model, migrate)
+                return
+
+
 class _PlannedClasses(dict[type, dict[str, object] | None]):
     """Caches for one walk how each class is planned for.
 
