@@ -107,7 +107,7 @@ def explain(
     Example:
         >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
         >>> print(*explain({"weight": (2, 3), "bias": (2,)}, state_dict))
-        all 2 names of the checkpoint have 'module.' too much (added by DataParallel, DDP or \
+        all 2 names of the checkpoint have the extra prefix 'module.' (added by DataParallel, DDP or \
 AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
@@ -384,7 +384,9 @@ def _say_prefix(rule: Rule, total: int) -> str:
     libraries = (_ADDED_BY[part] for part in rule.old[0].split(".") if part in _ADDED_BY)
     added_by = next((f" (added by {library})" for library in libraries), "")
 
-    difference = f"have {old} too much{added_by}" if rule.old[0] else f"lack the prefix {new}"
+    difference = (
+        f"have the extra prefix {old}{added_by}" if rule.old[0] else f"lack the prefix {new}"
+    )
     if not rule.is_certain:
         return f"{names} {difference}; which one, shapes do not tell"
     if rule.old[0]:

@@ -210,5 +210,5 @@ def test_a_prefix_and_another_width():
     file = {f"module.{name}": shape for name, shape in vit(width=16).items()}
     lines = _mismatches.compare(vit(), file)
 
-    assert "have 'module.' too much" in lines[0]
+    assert "have the extra prefix 'module.'" in lines[0]
     assert lines[1].startswith("another width")

@@ -74,7 +74,7 @@ def test_a_refused_migration_is_an_error_of_loading(impl):
         model.load_state_dict(old)
 
     assert (
-        "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+        "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: q.weight is in the state dict, but k.weight is missing"
     ) in str(caught.value)
 
 
@@ -124,7 +124,7 @@ def test_a_refused_load_changes_nothing():
 
         assert str(caught.value) == (
             "Error(s) in loading state_dict for Network:\n\t"
-            "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+            "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: q.weight is in the state dict, but k.weight is missing"
         )
         assert equal(model.state_dict(), before)
 
