@@ -377,3 +377,38 @@ def test_swapped_names_of_several_sizes(impl):
         model.load_state_dict(values)
 
         assert torch.equal(model.a, values["a" if sizes == (3, 4) else "b"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_renamed_quantized_layers_are_refused():
+    """They load by their version, which is at the old path; the error says what to load."""
+
+    class Old(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = torch.nn.Linear(4, 4)
+
+    @mig.declare({2: [mig.rename("query.**", "q.**")]})
+    class New(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = torch.nn.Linear(4, 4)
+
+    def quantized(cls):
+        model = torch.nn.Sequential(cls())
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+    old = quantized(Old).state_dict()
+    model = quantized(New)
+    for load in (torch.nn.Module.load_state_dict, modkit.load_state_dict):
+        with pytest.raises(
+            RuntimeError, match=r"0\.q: Linear was saved as 0\.query, .* migrate\(model, state_dict"
+        ):
+            load(model, old)
+        assert load(model, mig.migrate(model, old)).missing_keys == []
+
+    packed = "0.{}._packed_params._packed_params"
+    weight, bias = model.state_dict()[packed.format("q")]
+    assert torch.equal(weight.dequantize(), old[packed.format("query")][0].dequantize())
+    assert torch.equal(bias, old[packed.format("query")][1])
