@@ -13,7 +13,7 @@ from modkit._namespace import publish
 from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
-from modkit.nn._load_plan import Load, migrate_declared, tensors_of
+from modkit.nn._load_plan import Load, declared_migration, tensors_of
 from modkit.nn._load_state_dict import run_load
 from modkit.nn._load_tensor import check
 from modkit.nn._overrides import TorchModule, is_standard
@@ -116,7 +116,9 @@ def load_matching(
     if metadata is not None:
         renamed._metadata = _moved_metadata(metadata, new_names)
     loading = Load(renamed, assign=False)
-    migrate_declared(model, loading)
+    migrate = declared_migration(model)
+    if migrate is not None:
+        loading.migrate(model, migrate)
 
     targets = tensors_of(model)
     without_name = {key: value for key, value in state_dict.items() if key not in new_names}

@@ -5,6 +5,7 @@ There is a plan if no class and no hook takes part in loading.
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -151,7 +152,7 @@ class Load:
             The lines; none if the reason cannot be found out.
         """
         # Imported here: it costs nothing until a load has failed.
-        from modkit._mismatches import explain, shapes_of
+        from modkit._mismatches import explain, explain_old_names, shapes_of
 
         start = "size mismatch for "
         mismatched = [
@@ -161,8 +162,13 @@ class Load:
         ]
         # Whatever the model or the file holds, torch's error is shown, with an explanation or not.
         try:
+            shapes = shapes_of(tensors_of(module))
+            migrate = declared_migration(module)
+            lines = (
+                explain_old_names(shapes, self.given, partial(migrate, module)) if migrate else []
+            )
             reported = self.missing, self.unexpected, mismatched
-            return explain(shapes_of(tensors_of(module)), self.given, reported)
+            return lines or explain(shapes, self.given, reported)
         except Exception:  # noqa: BLE001
             return []
 
@@ -389,15 +395,11 @@ def migrates_before(loader: object, migrate: Any) -> None:
     _MIGRATING_BEFORE[loader] = migrate
 
 
-def migrate_declared(model: torch.nn.Module, loading: Load) -> None:
-    """Migrate the entries of a load if a class in the model declares migrations.
+def declared_migration(model: torch.nn.Module) -> Any:
+    """Return the function that migrates a whole state dict; None if no class declares migrations.
 
     Args:
         model: The root of the tree that is loaded.
-        loading: The load, whose entries are replaced.
-
-    Raises:
-        RuntimeError: The entries cannot be migrated.
     """
     classes = {type(model)}
 
@@ -410,8 +412,8 @@ def migrate_declared(model: torch.nn.Module, loading: Load) -> None:
         for base in cls.__mro__:
             migrate = _MIGRATING_BEFORE.get(base.__dict__.get("_load_from_state_dict"))
             if migrate is not None:
-                loading.migrate(model, migrate)
-                return
+                return migrate
+    return None
 
 
 class _PlannedClasses(dict[type, dict[str, object] | None]):

@@ -412,3 +412,28 @@ def test_renamed_quantized_layers_are_refused():
     weight, bias = model.state_dict()[packed.format("q")]
     assert torch.equal(weight.dequantize(), old[packed.format("query")][0].dequantize())
     assert torch.equal(bias, old[packed.format("query")][1])
+
+
+def test_old_names_behind_a_prefix():
+    """The note names the prefix, though the names behind it are those of an older version."""
+
+    @mig.declare({2: [mig.rename("query.*", "q.*"), mig.rename("key.*", "k.*")]})
+    class Old(modkit.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = modkit.nn.Linear(4, 4)
+            self.k = modkit.nn.Linear(4, 4)
+
+    model = torch.nn.Sequential(Old(), Old())
+    old = mig.migrate(model, model.state_dict(), to={Old: 1})
+    for prefix in ("module.", "bert.", "student.encoder."):
+        state = {prefix + name: value for name, value in old.items()}
+        with pytest.raises(RuntimeError, match="Missing key") as caught:
+            modkit.load_state_dict(model, state)
+
+        notes = getattr(caught.value, "__notes__", [])
+        assert len(notes) == (sys.version_info >= (3, 11))
+        for note in notes:
+            assert note.startswith("all 8 names of the checkpoint have the extra prefix")
+            assert f"strip='{prefix}'" in note
+        assert modkit.load_matching(model, state, strip=prefix).missing == []
