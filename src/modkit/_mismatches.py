@@ -6,14 +6,15 @@ read, and nothing is changed.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from modkit._renames import Rule, Shape, Shapes, Unexplained, find_renames, starred
-from modkit.errors import printable
+from modkit._layer_lists import Shape, Shapes, is_renumbered, lists_in, names_below
+from modkit._renames import Renames, Rule, Unexplained, beginnings, find_renames, starred
+from modkit.errors import MigrationError, printable
 
 
 MOST_LINES: Final = 8
@@ -106,7 +107,7 @@ def explain(
     Example:
         >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
         >>> print(*explain({"weight": (2, 3), "bias": (2,)}, state_dict))
-        all 2 names of the checkpoint have 'module.' too much (added by DataParallel, DDP or \
+        all 2 names of the checkpoint have the extra prefix 'module.' (added by DataParallel, DDP or \
 AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
@@ -115,6 +116,50 @@ AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
         if nested is not None:
             return nested
     return compare(model, file, reported)
+
+
+def explain_old_names(
+    model: Shapes,
+    state_dict: Mapping[Any, Any],
+    migrate: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]],
+) -> list[str]:
+    """Say that names of an older version have a prefix, behind which they can be migrated.
+
+    Args:
+        model: The names and shapes of the model's tensors.
+        state_dict: What was given for a state dict, of any content.
+        migrate: Returns the migrated entries of a state dict without a prefix.
+
+    Returns:
+        At most eight lines; none if the names do not have one prefix, or fit without it in no way.
+    """
+    file = shapes_of(state_dict)
+    if file.keys() & model.keys():
+        return []
+
+    for prefix in islice(_shared_prefixes(file), _MOST_NESTED):
+        without = {
+            name.removeprefix(prefix): torch.empty(shape or (), device="meta")
+            for name, shape in file.items()
+        }
+        try:
+            migrated = shapes_of(migrate(without))
+        except MigrationError:
+            continue
+        if len(migrated.keys() & model.keys()) * 2 >= len(model):
+            line = _say_prefix(Rule("prefix", (prefix,), ("",), len(file)), len(file))
+            return [line, *compare(model, migrated)][:MOST_LINES]
+    return []
+
+
+def _shared_prefixes(names: Collection[str]) -> Iterator[str]:
+    """Yield the beginnings that all names have, the shortest first."""
+    # A name from a file may be of any length.
+    for beginning in beginnings(next(iter(names), "")[:1000])[:-1]:
+        prefix = f"{beginning}."
+        if not all(name.startswith(prefix) for name in names):
+            return
+        yield prefix
 
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
@@ -129,8 +174,8 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
         At most eight lines, as :func:`explain` returns them.
     """
     if reported is None:
-        differing = [name for name in model if name in file and file[name] != model[name]]
-        reported = model.keys() - file.keys(), file.keys() - model.keys(), differing
+        of_other_shape = [name for name in model if name in file and file[name] != model[name]]
+        reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
     missing = set(reported[0])
     unexpected = set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
@@ -148,7 +193,10 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     if is_covered:
         notes += [_say_rule(rule, len(file)) for rule in renames.rules]
 
-    pairs = {name: name for name in reported[2] if name in file} | renames.pairs
+    notes += _insertions(renames)
+    in_order = {name for names in renames.renumbered.values() for name in names}
+    differing = [name for name in reported[2] if name in file and name not in in_order]
+    pairs = {name: name for name in differing} | renames.pairs
     sizes = {name: (file[old], model[name]) for old, name in pairs.items()}
     notes += _sizes(sizes, len(model))
     if is_covered:
@@ -318,14 +366,17 @@ def _families(
         yield Note(_CAUSE, len(names), line)
 
 
-def _numbered(names: Iterable[str]) -> dict[str, dict[int, list[str]]]:
-    """Return the names below each home by number, such as those of layers in a list."""
-    numbered: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name in names:
-        # A name from a file may be of any length.
-        for match in re.finditer(r"(?:^|\.)(\d{1,9})(?=\.)", name[:1000]):
-            numbered[name[: match.start()]][int(match[1])].append(name)
-    return numbered
+def _insertions(renames: Renames) -> Iterator[Note]:
+    """Name the lists in which layers were inserted or removed, such as dropout."""
+    tensors: Counter[str] = Counter()
+    for home, names in renames.renumbered.items():
+        tensors[starred(home)] += len(names)
+    for home, n in tensors.items():
+        line = (
+            f"layers were inserted or removed below {_quoted(home)}: one number is not one layer "
+            "in the checkpoint and in the model"
+        )
+        yield Note(_PREFIX, n, line)
 
 
 def _depths(
@@ -338,8 +389,8 @@ def _depths(
     Yields:
         A note for each list of layers whose length or first number differs.
     """
-    file_homes = _numbered(file)
-    model_homes = _numbered(model)
+    file_homes = lists_in(file)
+    model_homes = lists_in(model)
     for home in sorted(file_homes.keys() & model_homes.keys()):
         in_file = file_homes[home]
         in_model = model_homes[home]
@@ -350,9 +401,11 @@ def _depths(
         is_shifted = {n - first for n in in_file} == {n - model_first for n in in_model}
         if extra == in_file.keys() or (extra and lost and not is_shifted):
             continue
+        if is_renumbered(in_file, in_model):
+            continue
 
-        explained = _forget((name for n in extra for name in in_file[n]), surplus)
-        explained += _forget((name for n in lost for name in in_model[n]), lacking)
+        explained = _forget(names_below(home, in_file, extra), surplus)
+        explained += _forget(names_below(home, in_model, lost), lacking)
         if extra and lost:
             line = (
                 f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and with "
@@ -384,7 +437,9 @@ def _say_prefix(rule: Rule, total: int) -> str:
     libraries = (_ADDED_BY[part] for part in rule.old[0].split(".") if part in _ADDED_BY)
     added_by = next((f" (added by {library})" for library in libraries), "")
 
-    difference = f"have {old} too much{added_by}" if rule.old[0] else f"lack the prefix {new}"
+    difference = (
+        f"have the extra prefix {old}{added_by}" if rule.old[0] else f"lack the prefix {new}"
+    )
     if not rule.is_certain:
         return f"{names} {difference}; which one, shapes do not tell"
     if rule.old[0]:

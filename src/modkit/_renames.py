@@ -12,18 +12,15 @@ from difflib import SequenceMatcher
 from itertools import accumulate, count, islice, takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
 
+from modkit._layer_lists import LONGEST_NAME, Shape, Shapes, is_renumbered, lists_in, names_below
 
-Shape: TypeAlias = tuple[int, ...]
-# None where a parameter has no shape yet.
-Shapes: TypeAlias = Mapping[str, Shape | None]
+
 # The names that no rule and no cause explains yet.
 Unexplained: TypeAlias = dict[str, Shape | None]
 Parts: TypeAlias = tuple[str, ...]
 # The tensors of a module: last parts of names, and shapes. For a tensor, no last part.
 Content: TypeAlias = frozenset[tuple[str, Shape | None]]
 
-# Names from a file may be of any length; what is longer than any attribute path is only counted.
-_LONGEST_NAME: Final = 1000
 _MOST_NAMES: Final = 100_000
 # Names that beginnings do not explain, beyond which shapes are not compared.
 _MOST_LEFT: Final = 10_000
@@ -89,6 +86,8 @@ class Renames:
         present: All new names that are not in question.
         rules: The rules, in the order in which they were found.
         pairs: Each old name that certainly is a new one.
+        renumbered: The paths of lists in which layers were inserted or removed, with the new names
+            below them.
         coverage: The portion of the names that fit, or that a rule explains without rivals.
         is_of_another_model: Whether hardly a name fits, apart from its beginning.
     """
@@ -99,6 +98,7 @@ class Renames:
     present: Collection[str]
     rules: list[Rule] = field(default_factory=list)
     pairs: dict[str, str] = field(default_factory=dict)
+    renumbered: dict[str, list[str]] = field(default_factory=dict)
     coverage: float = 1.0
     is_of_another_model: bool = False
 
@@ -169,11 +169,13 @@ def find_renames(
             break
     fitting = len(old.keys() & new.keys()) + sum(rule.count for rule in renames.rules)
 
+    disordered = _find_renumbered(renames, old, new)
     by_shape = 0
     if max(len(renames.old), len(renames.new)) <= _MOST_LEFT:
         _find_joined(renames, "join")
         _find_joined(renames, "split")
-        by_shape = _match_rest(renames, _shapes_used_once(old) & _shapes_used_once(new))
+        unique = _shapes_used_once(old) & _shapes_used_once(new)
+        by_shape = _match_rest(renames, unique, disordered)
 
     fewest = max(1, min(len(old), len(new)))
     joined = sum(rule.count for rule in renames.rules if rule.kind in {"join", "split"})
@@ -188,7 +190,7 @@ def find_renames(
 
 def _limited(shapes: Shapes, names: Iterable[str]) -> Unexplained:
     first = islice(names, _MOST_NAMES)
-    return {name: shapes[name] for name in first if len(name) <= _LONGEST_NAME}
+    return {name: shapes[name] for name in first if len(name) <= LONGEST_NAME}
 
 
 def _shapes_used_once(shapes: Shapes) -> set[Shape | None]:
@@ -199,7 +201,7 @@ def _numbers(name: str) -> Parts:
     return tuple(part for part in name.split(".") if part.isdecimal())
 
 
-def starred(name: str, most: int = _LONGEST_NAME) -> str:
+def starred(name: str, most: int = LONGEST_NAME) -> str:
     """Return a name with ``*`` in place of its numbers, or of the first ones.
 
     Args:
@@ -330,12 +332,17 @@ def _find_head(renames: Renames, enough: int) -> bool:
             fits[heads] += len(shapes) == 1 or None in shapes
             modules[heads].add(tail.rpartition(".")[0])
 
-    # A prefix is of many names. Another beginning could be a coincidence in a single module.
-    likely = [
-        heads
-        for heads, n in votes.items()
-        if fits[heads] * 2 >= n and (n * 4 >= enough if "" in heads else len(modules[heads]) > 1)
-    ]
+    def is_likely(heads: _Heads) -> bool:
+        n = votes[heads]
+        fit = fits[heads] * 2 >= n
+        # Another beginning could be a coincidence in a single module.
+        if "" not in heads:
+            return fit and len(modules[heads]) > 1
+        # A prefix is of many names. If nearly all of them fit, the model may have another width.
+        is_of_all = n > _MOST_READINGS and n * 4 >= len(renames.old) * 3
+        return n * 4 >= enough if fit else is_of_all
+
+    likely = [heads for heads in votes if is_likely(heads)]
     if not likely:
         return False
 
@@ -377,6 +384,47 @@ def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
             new_head = new_head.replace("*", number, 1)
         new_names[name] = ".".join(filter(None, (new_head, name[match.end() :])))
     return new_names
+
+
+def _find_renumbered(renames: Renames, old: Shapes, new: Shapes) -> set[str]:
+    """Remove the tensors of lists in which layers were inserted or removed.
+
+    Args:
+        renames: What is left, and what is found.
+        old: All tensors of one side.
+        new: All tensors of the other side.
+
+    Returns:
+        The paths of lists in which a name that both sides have is not one layer.
+    """
+    current = {original: name for name, original in renames.original.items()} | renames.pairs
+    originals = {current.get(name, name): name for name in old}
+    old_lists = lists_in({name: old[original] for name, original in originals.items()})
+    new_lists = lists_in(new)
+    disordered: set[str] = set()
+    for home in sorted(old_lists.keys() & new_lists.keys()):
+        in_old = old_lists[home]
+        in_new = new_lists[home]
+        old_names = dict.fromkeys(names_below(home, in_old, in_old))
+        new_names = names_below(home, in_new, in_new)
+        if any(name in old_names and old[originals[name]] != new[name] for name in new_names):
+            disordered.add(home)
+
+        in_question = any(name in renames.new for name in new_names) or any(
+            name in renames.old or originals[name] in renames.pairs for name in old_names
+        )
+        # A hook of the model may give names their numbers. A list within one is found with it.
+        if not in_question or not is_renumbered(in_old, in_new):
+            continue
+
+        renames.renumbered[home] = new_names
+        for name in old_names:
+            renames.pairs.pop(originals[name], None)
+            if renames.old.pop(name, None) is not None:
+                del renames.original[name]
+        for name in new_names:
+            renames.new.pop(name, None)
+    return disordered
 
 
 def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
@@ -437,6 +485,20 @@ def _joined_names(whole: str, names: list[str]) -> Parts:
     return () if is_output and "kv" not in ".".join(whole.split(".")[-2:]) else chosen
 
 
+class _Evidence(NamedTuple):
+    """What all names together say about two of them.
+
+    Attributes:
+        unique: The shapes that one tensor of each side has.
+        repeated: The parts in which several pairs of names differ alike.
+        disordered: The lists whose numbers say nothing.
+    """
+
+    unique: set[Shape | None]
+    repeated: set[Parts]
+    disordered: set[str]
+
+
 class _Reading(NamedTuple):
     """Names that may be those of the other side: several on each if it is not certain."""
 
@@ -445,12 +507,13 @@ class _Reading(NamedTuple):
     is_certain: bool
 
 
-def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
+def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str]) -> int:
     """Find modules that have the same tensors, and then tensors of the same shape.
 
     Args:
         renames: What is left, and what is found.
         unique: The shapes that one tensor of each side has.
+        disordered: The lists whose numbers say nothing.
 
     Returns:
         The number of tensors that certainly are one of the other side.
@@ -463,10 +526,11 @@ def _match_rest(renames: Renames, unique: set[Shape | None]) -> int:
         single = [(*olds, *news) for olds, news in components if len(olds) == len(news) == 1]
         places = Counter(_differing_parts(*pair) for pair in single)
         repeated = {parts for parts, n in places.items() if n > 1}
+        evidence = _Evidence(unique, repeated, disordered)
 
         counts: Counter[_Reading] = Counter()
         for olds, news in components:
-            pairs = _certain_pairs(olds, news, old, unique=unique, repeated=repeated)
+            pairs = _certain_pairs(olds, news, old, evidence)
             for name, other in pairs.items():
                 old_part, new_part = _differing_parts(name, other)
                 tensors = _tensors(name, old[name])
@@ -592,9 +656,7 @@ def _certain_pairs(
     olds: list[str],
     news: list[str],
     contents: Mapping[str, Content],
-    *,
-    unique: set[Shape | None],
-    repeated: set[Parts],
+    evidence: _Evidence,
 ) -> dict[str, str]:
     """Return which names certainly are which.
 
@@ -602,14 +664,12 @@ def _certain_pairs(
         olds: Old names that could be any of ``news``.
         news: New names.
         contents: The content of each old name.
-        unique: The shapes that one tensor of each side has.
-        repeated: The parts in which several pairs of names differ alike.
+        evidence: What all names together say.
     """
     if len(olds) == len(news) == 1:
         old = olds[0]
         new = news[0]
-        is_one = _is_evident(old, new, contents[old], unique=unique, repeated=repeated)
-        return {old: new} if is_one else {}
+        return {old: new} if _is_evident(old, new, contents[old], evidence) else {}
     if len(olds) * len(news) > _MOST_COMPARED:
         return {}
 
@@ -625,19 +685,26 @@ def _certain_pairs(
     return dict(pairs)
 
 
-def _is_evident(
-    old: str, new: str, content: Content, *, unique: set[Shape | None], repeated: set[Parts]
-) -> bool:
+def _is_evident(old: str, new: str, content: Content, evidence: _Evidence) -> bool:
     """Return True if shapes or names leave little doubt that two names are one tensor.
 
     Vectors alone say little: biases and norms of one size are everywhere.
     """
     matrices = [shape for _, shape in content if shape and sum(size > 1 for size in shape) > 1]
-    if not unique.isdisjoint(matrices):
+    if not evidence.unique.isdisjoint(matrices):
         return True
-    # Under one parent, where nothing else has this content.
+    # Where a layer was inserted, another one has this number.
+    path = old.split(".")
+    new_path = new.split(".")
+    start = _shared((path, new_path))
+    numbers = [*path[start : start + 1], *new_path[start : start + 1]]
+    has_moved = len(numbers) == 2 and all(part.isdecimal() for part in numbers)
+    if has_moved and ".".join(path[:start]) in evidence.disordered:
+        return False
+
     home, _, last = old.rpartition(".")
     new_home, _, new_last = new.rpartition(".")
+    # Under one parent, where nothing else has this content.
     if home and home == new_home and (matrices or len(content) > 1):
         return True
 
@@ -646,7 +713,7 @@ def _is_evident(
         return False
     parts = _differing_parts(old, new)
     # In several layers.
-    if matrices and parts in repeated:
+    if matrices and parts in evidence.repeated:
         return True
     words = _tokens(old)
     new_words = _tokens(new)

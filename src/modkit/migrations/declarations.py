@@ -6,11 +6,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from modkit._renames import paths_after
+from modkit._upstream import layer_loaders
 from modkit.errors import MigrationError
 from modkit.migrations.state_dicts import migrate_before_load
 from modkit.migrations.steps import Step
 from modkit.migrations.versions import Subtree, bring, is_declared, table_of
 from modkit.nn._load_plan import migrates_before
+from modkit.nn._overrides import STANDARD
 
 
 _ClassT = TypeVar("_ClassT", bound=type)
@@ -109,6 +111,9 @@ def _add_loader(cls: Any) -> None:
             try:
                 _migrate_own(self, state_dict, prefix, local_metadata.get("version"))
             except MigrationError as error:
+                # A quantized child would raise a KeyError for what has not been migrated.
+                if any(_needs_version(child) for child in self.modules()):
+                    raise
                 error_msgs.append(str(error))
                 return
 
@@ -129,6 +134,13 @@ def _add_loader(cls: Any) -> None:
         migrates_before(_load_from_state_dict, migrate_before_load)
 
 
+def _needs_version(module: Any) -> bool:
+    """Return True if a class loads newer versions in another way, as quantized layers do."""
+    loader = type(module)._load_from_state_dict
+    is_known = is_declared(module) or loader in STANDARD or loader in layer_loaders
+    return module._version > 1 and not is_known
+
+
 def _migrate_own(module: Any, state_dict: dict[str, Any], prefix: str, version: int | None) -> None:
     """Migrate the entries of one module in place, before it loads them."""
     keys = [key for key in state_dict if key.startswith(prefix)]
@@ -141,8 +153,9 @@ def _migrate_own(module: Any, state_dict: dict[str, Any], prefix: str, version: 
 
     for path, child in module.named_modules():
         old_path = subtree.saved.get(path, {}).get("was", path)
-        if old_path != path and path in old_paths and is_declared(child):
-            # It would get the version of the module that was at its path when the file was saved.
+        # It would get the version of the module that was at its path when the file was saved.
+        is_taken = path in old_paths and is_declared(child)
+        if old_path != path and (is_taken or _needs_version(child)):
             raise MigrationError(
                 f"{prefix}{path}: {type(child).__name__} was saved as {prefix}{old_path}, where "
                 "its version is not found in this load; load what migrate(model, state_dict) "

@@ -116,7 +116,7 @@ def plan_file(
 
 
 class _File:
-    """The tensors of a file, which is opened anew from time to time."""
+    """The tensors of a file, which is reopened to release the pages that were read."""
 
     def __init__(self, path: Path, key: str | None) -> None:
         self._path = path
@@ -133,7 +133,10 @@ class _File:
         for name, shape in opened.shapes.items():
             dtype = getattr(torch, opened.dtypes[name], None)
             if not isinstance(dtype, torch.dtype):
-                raise FileError(f"{self._path}: {name} is {opened.dtypes[name]}, unknown to torch")
+                raise FileError(
+                    f"{self._path}: {name} has dtype {opened.dtypes[name]}, which this torch does "
+                    "not have"
+                )
             meta = torch.empty(shape, dtype=dtype, device="meta")
             entries[name] = Lazy(meta, partial(self._tensor, name))
         return with_metadata(entries, opened.versions or None)
@@ -167,7 +170,8 @@ def _as_lazy(name: str, value: Any) -> Lazy:
         return value
     if value.is_meta:
         raise MigrationError(
-            f"{name} has no values, on the device meta: the default needs the model's"
+            f"{name} is on the device meta: its default needs the model's values; pass a model with "
+            "values"
         )
     return Lazy(value.to("meta"), value.cpu)
 
@@ -179,8 +183,8 @@ def _read_all(
         tensor = values.pop(name).read()
         if (tensor.dtype, tensor.shape) != expected:
             raise MigrationError(
-                f"{name} is {tensor.dtype} {list(tensor.shape)}, and was {expected.dtype} "
-                f"{list(expected.shape)} on meta tensors"
+                f"{name}: the step returned {tensor.dtype} {list(tensor.shape)}, but "
+                f"{expected.dtype} {list(expected.shape)} on meta tensors"
             )
         yield name, tensor
         del tensor

@@ -176,7 +176,7 @@ def drop(name: str, default: Default | None = None) -> Step:
     Args:
         name: Name in older versions.
         default: Tensor, or ``f(module)`` that returns one, for files of an older version. Without
-            it, there is no way back.
+            it, the step has no inverse.
 
     Returns:
         A step for :func:`declare`.
@@ -337,7 +337,7 @@ def convert(
     Args:
         names: One or several names in older versions.
         up: Computes the new tensors.
-        down: Computes the old tensors from the new ones. Without it, there is no way back.
+        down: Computes the old tensors from the new ones. Without it, the step has no inverse.
         new: One or several names since this version. Default: ``names``.
 
     Returns:
@@ -441,7 +441,7 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
         The new entries, in a dict of their own.
 
     Raises:
-        MigrationError: If two entries would have one name, or there would be no way back.
+        MigrationError: If two entries would have one name, or the step would have no inverse.
     """
     # A name that is consumed may be given anew: steps exchange names.
     consumed = {name for change in changes for name in change.sources}
@@ -450,8 +450,8 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
         if wildcards(pattern) and not step.stacked:
             for match in matches(pattern, remaining):
                 raise MigrationError(
-                    f"{step}: {match[0]} is there already and also matches {pattern}, so that "
-                    "there would be no way back; name the tensors more exactly"
+                    f"{step}: {match[0]} is not from this step and also matches {pattern}, so "
+                    "the step would have no inverse; declare narrower patterns"
                 )
 
     # Groups of new entries by the entry whose position they take.
@@ -506,7 +506,7 @@ def _applications(step: Step, names: Mapping[str, Any]) -> Iterator[_Application
             name = filled(step.old[0], absent) if stacks else filled(absent[0], values)
             others = [members[key] for key in members if key not in keys]
             present = (others or [*members.values()])[0]
-            raise MigrationError(f"{step}: there is {present}, but no {name}")
+            raise MigrationError(f"{step}: {present} is in the state dict, but {name} is missing")
         yield _Application(tuple(members[key] for key in keys), values)
 
 

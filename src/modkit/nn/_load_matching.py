@@ -13,7 +13,7 @@ from modkit._namespace import publish
 from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
-from modkit.nn._load_plan import tensors_of
+from modkit.nn._load_plan import Load, declared_migration, tensors_of
 from modkit.nn._load_state_dict import run_load
 from modkit.nn._load_tensor import check
 from modkit.nn._overrides import TorchModule, is_standard
@@ -71,7 +71,8 @@ def load_matching(
     ``strict=False`` raises where a shape differs; this function skips the entry, with both shapes.
     Names are never guessed: what ``strip`` and ``rename`` do not say has to be the same. As in
     ``load_state_dict``, nothing is written unless all that fits can be written, if no class and no
-    hook takes part in loading; a class that migrates old entries is called.
+    hook takes part in loading; a class that migrates old entries is called. Migrations that a class
+    declares come first, so that shapes are compared under the present names.
 
     Args:
         model: Any ``torch.nn.Module``.
@@ -89,7 +90,7 @@ def load_matching(
     Raises:
         NameMismatchError: If no entry fits. The note below it says why.
         ValueError: If two entries get one name, or ``rename`` has a name that no entry has.
-        RuntimeError: If a tensor that fits cannot be written.
+        RuntimeError: If a tensor that fits cannot be written, or an old state dict not be migrated.
         TypeError: If the model is not a ``torch.nn.Module``, or the state dict is not a mapping.
 
     Example:
@@ -110,38 +111,44 @@ def load_matching(
         raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
 
     new_names = _new_names(state_dict, strip, rename)
-    targets = tensors_of(model)
-    skipped: dict[str, str] = {}
-    entries: Any = OrderedDict()
-    for key, value in state_dict.items():
-        if not isinstance(cast("object", key), str):
-            skipped[repr(key)] = "its key is not a string"
-            continue
-        reason = _misfit(new_names[key], value, targets)
-        if reason:
-            skipped[key] = reason
-        else:
-            entries[new_names[key]] = value
+    renamed: Any = OrderedDict((new, state_dict[old]) for old, new in new_names.items())
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
-        entries._metadata = _moved_metadata(metadata, new_names)
+        renamed._metadata = _moved_metadata(metadata, new_names)
+    loading = Load(renamed, assign=False)
+    migrate = declared_migration(model)
+    if migrate is not None:
+        loading.migrate(model, migrate)
+
+    targets = tensors_of(model)
+    without_name = {key: value for key, value in state_dict.items() if key not in new_names}
+    skipped = {repr(key): "its key is not a string" for key in without_name}
+    old_names = _old_names(new_names, renamed, loading.entries)
+    entries: Any = OrderedDict()
+    for name, value in loading.entries.items():
+        reason = _misfit(name, value, targets)
+        if reason:
+            skipped[old_names[name]] = reason
+        else:
+            entries[name] = value
+    if loading.metadata is not None:
+        entries._metadata = loading.metadata
 
     fits = bool(targets.keys() & entries.keys())
     if is_standard(model, "load_state_dict"):
-        loading = run_load(model, entries, strict=False)
-        unexpected = {*loading.unexpected}
-        missing = {*loading.missing}
+        loaded_entries = run_load(model, entries, strict=False)
+        unexpected = {*loaded_entries.unexpected}
+        missing = {*loaded_entries.missing}
     else:
         keys = model.load_state_dict(entries, strict=False)
         unexpected = {*keys.unexpected_keys}
         missing = {*keys.missing_keys}
 
-    old_names = {new: old for old, new in new_names.items()}
     skipped |= {old_names[name]: "not in the model" for name in entries if name in unexpected}
     # Other names that were taken: extra state, or entries that a class migrated.
     others = [name for name in entries if name not in targets and name not in unexpected]
     if not fits and not others:
-        raise _nothing_fits(model, targets, {new_names.get(k, k): v for k, v in state_dict.items()})
+        raise _nothing_fits(model, targets, {**without_name, **loading.entries})
 
     loaded = [name for name in targets if name not in missing and (name in entries or others)]
     # A tied parameter that is loaded under one of its names is not missing under another one.
@@ -185,10 +192,22 @@ def _new_names(
         if uses > 1:
             listed = ", ".join(repr(key) for key in new_names if new_names[key] == name)
             raise ValueError(
-                f"modkit.load_matching(): {printable(listed)} would all be {printable(name)!r}. "
-                "Nothing has been changed."
+                f"modkit.load_matching(): {printable(listed)} would all be renamed to "
+                f"{printable(name)!r}. Nothing has been changed."
             )
     return new_names
+
+
+def _old_names(
+    new_names: Mapping[str, str], renamed: Mapping[str, Any], migrated: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return the name in the state dict of each entry; its own where a migration has computed it."""
+    old_names = {new: old for old, new in new_names.items()}
+    by_identity = {id(renamed[new]): old for old, new in new_names.items()}
+    return {
+        name: old_names[name] if renamed.get(name) is value else by_identity.get(id(value), name)
+        for name, value in migrated.items()
+    }
 
 
 def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:

@@ -5,6 +5,7 @@ There is a plan if no class and no hook takes part in loading.
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -152,7 +153,7 @@ class Load:
             The lines; none if the reason cannot be found out.
         """
         # Imported here: it costs nothing until a load has failed.
-        from modkit._mismatches import explain, shapes_of
+        from modkit._mismatches import explain, explain_old_names, shapes_of
 
         start = "size mismatch for "
         mismatched = [
@@ -162,8 +163,13 @@ class Load:
         ]
         # Whatever the model or the file holds, torch's error is shown, with an explanation or not.
         try:
+            shapes = shapes_of(tensors_of(module))
+            migrate = declared_migration(module)
+            lines = (
+                explain_old_names(shapes, self.given, partial(migrate, module)) if migrate else []
+            )
             reported = self.missing, self.unexpected, mismatched
-            return explain(shapes_of(tensors_of(module)), self.given, reported)
+            return lines or explain(shapes, self.given, reported)
         except Exception:  # noqa: BLE001
             return []
 
@@ -388,6 +394,27 @@ def migrates_before(loader: object, migrate: Any) -> None:
         migrate: Returns the migrated entries of a whole state dict, for a model.
     """
     _MIGRATING_BEFORE[loader] = migrate
+
+
+def declared_migration(model: torch.nn.Module) -> Any:
+    """Return the function that migrates a whole state dict; None if no class declares migrations.
+
+    Args:
+        model: The root of the tree that is loaded.
+    """
+    classes = {type(model)}
+
+    def enter(name: str, child: torch.nn.Module, state: bool) -> bool:
+        classes.add(type(child))
+        return state
+
+    descend(model, True, enter)
+    for cls in classes:
+        for base in cls.__mro__:
+            migrate = _MIGRATING_BEFORE.get(base.__dict__.get("_load_from_state_dict"))
+            if migrate is not None:
+                return migrate
+    return None
 
 
 class _PlannedClasses(dict[type, dict[str, object] | None]):

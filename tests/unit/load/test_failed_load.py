@@ -109,7 +109,9 @@ def test_the_error_is_torchs_with_a_note(load):
     assert type(caught.value) is type(expected.value)
     assert str(caught.value) == str(expected.value)
     (note,) = caught.value.__notes__
-    assert note.startswith("all 7 names of the checkpoint have 'module.' too much (added by Data")
+    assert note.startswith(
+        "all 7 names of the checkpoint have the extra prefix 'module.' (added by Data"
+    )
     assert note.endswith("pass strip='module.' to modkit.load_matching()")
 
 
@@ -253,7 +255,7 @@ def test_the_state_dict_of_a_single_layer():
     inside = {f"head.fc.{name}": shape for name, shape in layer.items()}
 
     assert "lack the prefix 'head.fc.'" in _mismatches.compare(inside, layer)[0]
-    assert "have 'head.fc.' too much" in _mismatches.compare(layer, inside)[0]
+    assert "have the extra prefix 'head.fc.'" in _mismatches.compare(layer, inside)[0]
 
 
 def test_a_state_dict_below_several_keys():

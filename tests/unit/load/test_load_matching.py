@@ -6,6 +6,7 @@ import torch
 
 import modkit
 import modkit.nn
+from modkit import migrations as mig
 from tests.cases import for_each
 
 
@@ -171,7 +172,9 @@ def test_names_that_would_be_one():
     model = network(OURS)
     before = values(model)
     state = {**other(model), **other(model, "module.")}
-    with pytest.raises(ValueError, match=r"'body\.weight', 'module\.body\.weight' would all be"):
+    with pytest.raises(
+        ValueError, match=r"'body\.weight', 'module\.body\.weight' would all be renamed to"
+    ):
         modkit.load_matching(model, state, strip="module.")
 
     assert equal(model, before)
@@ -271,3 +274,52 @@ def test_wrong_types(model, state, text):
     """The error names the function and what it was given."""
     with pytest.raises(TypeError, match=text):
         modkit.load_matching(model, state)
+
+
+def test_a_declared_class_migrates_first():
+    """Old names are compared under the present ones, and what has another shape is skipped."""
+
+    @mig.declare({2: [mig.rename("fc.*", "out.*"), mig.merge(["q", "k"], "qk")]})
+    class Head(modkit.nn.Module):
+        def __init__(self, classes):
+            super().__init__()
+            self.out = modkit.nn.Linear(4, classes)
+            self.qk = modkit.nn.Parameter(torch.zeros(4, 2))
+
+    def model(classes):
+        return torch.nn.Sequential(torch.nn.Linear(4, 4), Head(classes))
+
+    old = mig.migrate(model(9), model(9).state_dict(), to={Head: 1})
+    for state, prefix in (
+        (old, ""),
+        (dict(old), ""),
+        ({f"module.{name}": value for name, value in old.items()}, "module."),
+    ):
+        net = model(3)
+        matched = modkit.load_matching(net, state, strip="module.")
+
+        assert matched.loaded == ["0.weight", "0.bias", "1.qk"]
+        assert matched.skipped == {
+            f"{prefix}1.fc.weight": "shape [9, 4], the model has [3, 4]",
+            f"{prefix}1.fc.bias": "shape [9], the model has [3]",
+        }
+        assert matched.missing == ["1.out.weight", "1.out.bias"]
+        assert torch.equal(net[1].qk, torch.cat([old["1.q"], old["1.k"]]))
+
+
+def test_a_migration_that_is_impossible():
+    """The error is that of a load, and nothing has been written."""
+
+    @mig.declare({2: [mig.merge(["q", "k"], "qk")]})
+    class Head(modkit.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qk = modkit.nn.Parameter(torch.zeros(4, 2))
+
+    head = Head()
+    with pytest.raises(modkit.errors.NameMismatchError, match="no entry"):
+        modkit.load_matching(head, {"model": {"qk": torch.ones(4, 2)}, 0: "a"})
+    with pytest.raises(RuntimeError, match=r"merge q, k -> qk.*but k is missing"):
+        modkit.load_matching(head, {"q": torch.ones(2, 2)})
+
+    assert not head.qk.any()

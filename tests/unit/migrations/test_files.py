@@ -128,7 +128,9 @@ def test_a_refusal_leaves_the_target(tmp_path, old, model):
     torch.save(old, tmp_path / "old.pt")
     (tmp_path / "new.safetensors").write_bytes(b"before")
     before = content(tmp_path)
-    with pytest.raises(MigrationError, match=r"there is q\.weight, but no k.weight"):
+    with pytest.raises(
+        MigrationError, match=r"q\.weight is in the state dict, but k\.weight is missing"
+    ):
         mig.migrate_file(model, tmp_path / "old.pt", tmp_path / "new.safetensors")
     assert content(tmp_path) == before
 
@@ -141,7 +143,7 @@ def test_a_refusal_leaves_the_target(tmp_path, old, model):
     torch.save({"w": torch.zeros(2)}, tmp_path / "old.pt")
     before = content(tmp_path)
     with pytest.raises(
-        MigrationError, match=r"v is torch.float32 \[1\], and was torch.float32 \[2\]"
+        MigrationError, match=r"the step returned torch.float32 \[1\], but torch.float32 \[2\]"
     ):
         mig.migrate_file(Odd(), tmp_path / "old.pt", tmp_path / "new.safetensors")
     assert content(tmp_path) == before

@@ -74,7 +74,7 @@ def test_a_refused_migration_is_an_error_of_loading(impl):
         model.load_state_dict(old)
 
     assert (
-        "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+        "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: q.weight is in the state dict, but k.weight is missing"
     ) in str(caught.value)
 
 
@@ -124,7 +124,7 @@ def test_a_refused_load_changes_nothing():
 
         assert str(caught.value) == (
             "Error(s) in loading state_dict for Network:\n\t"
-            "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: there is q.weight, but no k.weight"
+            "blocks.1: Attention: merge q.*, k.*, v.* -> qkv.*: q.weight is in the state dict, but k.weight is missing"
         )
         assert equal(model.state_dict(), before)
 
@@ -377,3 +377,63 @@ def test_swapped_names_of_several_sizes(impl):
         model.load_state_dict(values)
 
         assert torch.equal(model.a, values["a" if sizes == (3, 4) else "b"])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_renamed_quantized_layers_are_refused():
+    """They load by their version, which is at the old path; the error says what to load."""
+
+    class Old(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = torch.nn.Linear(4, 4)
+
+    @mig.declare({2: [mig.rename("query.**", "q.**")]})
+    class New(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = torch.nn.Linear(4, 4)
+
+    def quantized(cls):
+        model = torch.nn.Sequential(cls())
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+
+    old = quantized(Old).state_dict()
+    model = quantized(New)
+    for load in (torch.nn.Module.load_state_dict, modkit.load_state_dict):
+        with pytest.raises(
+            RuntimeError, match=r"0\.q: Linear was saved as 0\.query, .* migrate\(model, state_dict"
+        ):
+            load(model, old)
+        assert load(model, mig.migrate(model, old)).missing_keys == []
+
+    packed = "0.{}._packed_params._packed_params"
+    weight, bias = model.state_dict()[packed.format("q")]
+    assert torch.equal(weight.dequantize(), old[packed.format("query")][0].dequantize())
+    assert torch.equal(bias, old[packed.format("query")][1])
+
+
+def test_old_names_behind_a_prefix():
+    """The note names the prefix, though the names behind it are those of an older version."""
+
+    @mig.declare({2: [mig.rename("query.*", "q.*"), mig.rename("key.*", "k.*")]})
+    class Old(modkit.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q = modkit.nn.Linear(4, 4)
+            self.k = modkit.nn.Linear(4, 4)
+
+    model = torch.nn.Sequential(Old(), Old())
+    old = mig.migrate(model, model.state_dict(), to={Old: 1})
+    for prefix in ("module.", "bert.", "student.encoder."):
+        state = {prefix + name: value for name, value in old.items()}
+        with pytest.raises(RuntimeError, match="Missing key") as caught:
+            modkit.load_state_dict(model, state)
+
+        notes = getattr(caught.value, "__notes__", [])
+        assert len(notes) == (sys.version_info >= (3, 11))
+        for note in notes:
+            assert note.startswith("all 8 names of the checkpoint have the extra prefix")
+            assert f"strip='{prefix}'" in note
+        assert modkit.load_matching(model, state, strip=prefix).missing == []

@@ -67,20 +67,28 @@ QKV = mig.merge(["q.*", "k.*", "v.*"], "qkv.*")
 @for_each(
     ("table", "entries", "text"),
     [
-        ([QKV], {"q.w": ONE, "k.w": ONE}, "there is q.w, but no v.w"),
+        ([QKV], {"q.w": ONE, "k.w": ONE}, "q.w is in the state dict, but v.w is missing"),
         ([QKV], {"q.w": ONE, "k.w": ONE, "v.w": ONE.half()}, "several dtypes"),
         ([QKV], {"q.w": ONE, "k.w": ONE, "v.w": TWO}, r"sizes along dim=0 are \[1, 1, 2\]"),
-        ([QKV], {"q.w": ONE, "k.w": ONE, "v.w": ONE, "qkv.b": ONE}, "qkv.b is there already"),
-        ([mig.merge("e.*", "e", dim=None)], {"e.0": ONE, "e.2": ONE}, "there is e.2, but no e.1"),
-        ([mig.merge("e.*", "e", dim=None)], {"e.1": ONE}, "there is e.1, but no e.0"),
+        ([QKV], {"q.w": ONE, "k.w": ONE, "v.w": ONE, "qkv.b": ONE}, "qkv.b is not from this step"),
+        (
+            [mig.merge("e.*", "e", dim=None)],
+            {"e.0": ONE, "e.2": ONE},
+            "e.2 is in the state dict, but e.1 is missing",
+        ),
+        (
+            [mig.merge("e.*", "e", dim=None)],
+            {"e.1": ONE},
+            "e.1 is in the state dict, but e.0 is missing",
+        ),
         (
             [mig.merge("e.*", "e", dim=None)],
             {"e.0": ONE, "e.1": ONE, "e.01": TWO},
-            "there is e.01, but no e.2",
+            "e.01 is in the state dict, but e.2 is missing",
         ),
-        ([mig.merge("e.*", "e", dim=None)], {f"e.{'1' * 5000}": ONE}, "but no e.0"),
+        ([mig.merge("e.*", "e", dim=None)], {f"e.{'1' * 5000}": ONE}, "but e.0 is missing"),
         ([mig.rename("a", "b")], {"a": ONE, "b": ONE}, "two tensors would get the name b"),
-        ([mig.rename("a.*", "b.*")], {"a.w": ONE, "b.v": ONE}, "b.v is there already"),
+        ([mig.rename("a.*", "b.*")], {"a.w": ONE, "b.v": ONE}, "b.v is not from this step"),
         ([mig.add("a", ONE)], {"a": ONE}, "two tensors would get the name a"),
         ([mig.split("a", ["b", "c"])], {"a": torch.ones(3)}, "3 is not divisible into 2"),
         (
@@ -111,7 +119,7 @@ def test_half_a_merge_without_a_version():
     """Old names are there, so the error says what their step lacks, not that names are unknown."""
     model = declared({2: [QKV]}, x=ONE)
 
-    with pytest.raises(MigrationError, match=r"there is q\.w, but no v\.w"):
+    with pytest.raises(MigrationError, match=r"q\.w is in the state dict, but v\.w is missing"):
         mig.migrate(model, {"q.w": ONE, "k.w": ONE})
 
 
