@@ -342,6 +342,18 @@ def test_lines_quote_names_of_the_checkpoint():
     assert "'q.weight', 'k.weight', 'v.weight' in 'module.layers.*.attn'" in joined
 
 
+def test_an_adapter_alone():
+    """PEFT saves an adapter without its name, which explains all names of the file."""
+    base = {f"layers.{i}.q.base_layer.weight": (8, 8) for i in range(4)}
+    named = {f"layers.{i}.q.lora_{part}.default.weight": (2, 8) for i in range(4) for part in "AB"}
+    file = {name.replace(".default", ""): shape for name, shape in named.items()}
+    lines = _mismatches.compare(base | named, file)
+
+    assert lines[0].startswith("8 names of the checkpoint lack the name of the adapter, 'default':")
+    assert len(lines) == 2
+    assert lines[1].startswith("only the model has 4 other tensors, in 'layers.*.q.base_layer'")
+
+
 def test_shifted_numbers_are_doubted():
     """The other layers fit by name alone, and would get the weights of their neighbours."""
     model = {f"layers.{i}.weight": (4, 4) for i in range(4)}
