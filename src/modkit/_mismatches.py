@@ -183,6 +183,7 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
 
     # Each removes from both what it explains.
     notes = list(_dotless(surplus, lacking))
+    notes += _adapters(surplus, lacking)
     notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
@@ -326,6 +327,26 @@ def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
             )
             yield Note(_PREFIX, len(pairs), line)
             return
+
+
+def _adapters(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
+    """Find an adapter that PEFT saved alone, without the name that the model has for it."""
+    pairs: dict[str, str] = {}
+    adapters: dict[str, None] = {}
+    for name in lacking:
+        match = re.search(r"(?<=\.)lora_\w+(\.([^.]+))", name[:1000])
+        without = name[: match.start(1)] + name[match.end(1) :] if match else ""
+        if match and without in surplus:
+            pairs[without] = name
+            adapters[match[2]] = None
+    if pairs:
+        _forget(pairs, surplus)
+        _forget(pairs.values(), lacking)
+        line = (
+            f"{len(pairs)} names of the checkpoint lack the name of the adapter, "
+            f"{_listed(adapters, 4, ' or ')}: load it with peft.set_peft_model_state_dict()"
+        )
+        yield Note(_PREFIX, len(pairs), line)
 
 
 def _families(

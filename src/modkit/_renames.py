@@ -453,7 +453,8 @@ def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
             smaller = [name for name in sizes if name in parts and sizes[name] < shape[0]]
             chosen = _joined_names(whole, smaller) if len(smaller) > 1 else ()
             if chosen and sum(sizes[name] for name in chosen) == shape[0]:
-                counts[tuple(map(starred, chosen)), starred(whole)] += len(chosen)
+                shown = [starred(renames.original.get(n, n)) for n in (*chosen, whole)]
+                counts[tuple(shown[:-1]), shown[-1]] += len(chosen)
                 del wholes[whole]
                 for name in chosen:
                     del parts[name]
@@ -486,7 +487,7 @@ def _joined_names(whole: str, names: list[str]) -> Parts:
 
 
 class _Evidence(NamedTuple):
-    """What all names together say about two of them.
+    """The evidence that all names together give about two of them.
 
     Attributes:
         unique: The shapes that one tensor of each side has.
@@ -532,8 +533,8 @@ def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str
         for olds, news in components:
             pairs = _certain_pairs(olds, news, old, evidence)
             for name, other in pairs.items():
-                old_part, new_part = _differing_parts(name, other)
                 tensors = _tensors(name, old[name])
+                old_part, new_part = _shown(renames, {name: tensors[0]}, [other])
                 renames.take(dict(zip(tensors, _tensors(other, new[other]), strict=True)))
                 explained += len(tensors)
                 counts[_Reading((old_part,), (new_part,), is_certain=True)] += len(tensors)
@@ -544,7 +545,8 @@ def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str
             sizes = {len(olds_left), len(news_left)}
             if 0 in sizes or max(sizes) > _MOST_READINGS or (len(sizes) > 1 and not by_module):
                 continue
-            shown = _differing_parts(*olds_left, *news_left)
+            first_tensors = {name: _tensors(name, old[name])[0] for name in olds_left}
+            shown = _shown(renames, first_tensors, news_left)
             old_parts = tuple(sorted(shown[: len(olds_left)]))
             new_parts = tuple(sorted(shown[len(olds_left) :]))
             for name in olds_left:
@@ -565,6 +567,26 @@ def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str
             for reading, n in counts.items()
         ]
     return explained
+
+
+def _shown(renames: Renames, olds: Mapping[str, str], news: Iterable[str]) -> Parts:
+    """Return the parts in which names differ, as the file has them.
+
+    Args:
+        renames: The names that the old ones had before other rules.
+        olds: Old names, each with that of one of its tensors.
+        news: New names.
+    """
+    originals = [
+        renames.original[tensor].removesuffix(tensor.removeprefix(name))
+        for name, tensor in olds.items()
+    ]
+    parts = _differing_parts(*olds, *news)
+    are_in_file = all(
+        f".{starred(part)}." in f".{starred(original)}."
+        for part, original in zip(parts, originals, strict=False)
+    )
+    return parts if are_in_file else _differing_parts(*originals, *news)
 
 
 def _contents(shapes: Shapes, *, by_module: bool) -> dict[str, Content]:

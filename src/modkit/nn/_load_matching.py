@@ -111,19 +111,12 @@ def load_matching(
         raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
 
     new_names = _new_names(state_dict, strip, rename)
-    renamed: Any = OrderedDict((new, state_dict[old]) for old, new in new_names.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        renamed._metadata = _moved_metadata(metadata, new_names)
-    loading = Load(renamed, assign=False)
-    migrate = declared_migration(model)
-    if migrate is not None:
-        loading.migrate(model, migrate)
+    loading = _migrated(model, state_dict, new_names)
 
     targets = tensors_of(model)
     without_name = {key: value for key, value in state_dict.items() if key not in new_names}
     skipped = {repr(key): "its key is not a string" for key in without_name}
-    old_names = _old_names(new_names, renamed, loading.entries)
+    old_names = _old_names(state_dict, new_names, loading.entries)
     entries: Any = OrderedDict()
     for name, value in loading.entries.items():
         reason = _misfit(name, value, targets)
@@ -198,14 +191,30 @@ def _new_names(
     return new_names
 
 
+def _migrated(
+    model: torch.nn.Module, state_dict: Mapping[str, Any], new_names: Mapping[str, str]
+) -> Load:
+    """Return a load of the entries under their new names, after declared migrations."""
+    renamed: Any = OrderedDict((new, state_dict[old]) for old, new in new_names.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        renamed._metadata = _moved_metadata(metadata, new_names)
+    loading = Load(renamed, assign=False)
+    migrate = declared_migration(model)
+    if migrate is not None:
+        loading.migrate(model, migrate)
+    return loading
+
+
 def _old_names(
-    new_names: Mapping[str, str], renamed: Mapping[str, Any], migrated: Mapping[str, Any]
+    state_dict: Mapping[str, Any], new_names: Mapping[str, str], migrated: Mapping[str, Any]
 ) -> dict[str, str]:
     """Return the name in the state dict of each entry; its own where a migration has computed it."""
-    old_names = {new: old for old, new in new_names.items()}
-    by_identity = {id(renamed[new]): old for old, new in new_names.items()}
+    by_identity = {id(state_dict[old]): old for old in new_names}
+    # One tensor may have several names.
+    unchanged = {new: old for old, new in new_names.items() if migrated.get(new) is state_dict[old]}
     return {
-        name: old_names[name] if renamed.get(name) is value else by_identity.get(id(value), name)
+        name: unchanged.get(name, by_identity.get(id(value), name))
         for name, value in migrated.items()
     }
 

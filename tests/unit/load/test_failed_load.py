@@ -320,6 +320,40 @@ def test_the_output_of_an_attention_is_not_joined():
     )
 
 
+def test_lines_quote_names_of_the_checkpoint():
+    """A rename that is found behind another one is quoted with the names before both."""
+    sizes = {0: (8, 3), 3: (16, 8), 6: (32, 16)}
+    model = {f"features.{number}.weight": shape for number, shape in sizes.items()}
+    model |= {f"features.{number}.bias": shape[:1] for number, shape in sizes.items()}
+    file = {
+        name.replace("features", "net").replace(".3.", ".2."): shape
+        for name, shape in model.items()
+    }
+    renamed = {name.replace("blocks", "module.layers"): shape for name, shape in vit().items()}
+    for name in [name for name in renamed if ".qkv." in name]:
+        size, *others = renamed.pop(name)
+        for part in "qkv":
+            renamed[name.replace("qkv", part)] = (size // 3, *others)
+
+    lines = "\n".join(_mismatches.compare(model, file))
+    joined = "\n".join(_mismatches.compare(vit(), renamed))
+
+    assert "'net.2' in the checkpoint is 'features.3' in the model" in lines
+    assert "'q.weight', 'k.weight', 'v.weight' in 'module.layers.*.attn'" in joined
+
+
+def test_an_adapter_alone():
+    """PEFT saves an adapter without its name, which explains all names of the file."""
+    base = {f"layers.{i}.q.base_layer.weight": (8, 8) for i in range(4)}
+    named = {f"layers.{i}.q.lora_{part}.default.weight": (2, 8) for i in range(4) for part in "AB"}
+    file = {name.replace(".default", ""): shape for name, shape in named.items()}
+    lines = _mismatches.compare(base | named, file)
+
+    assert lines[0].startswith("8 names of the checkpoint lack the name of the adapter, 'default':")
+    assert len(lines) == 2
+    assert lines[1].startswith("only the model has 4 other tensors, in 'layers.*.q.base_layer'")
+
+
 def test_shifted_numbers_are_doubted():
     """The other layers fit by name alone, and would get the weights of their neighbours."""
     model = {f"layers.{i}.weight": (4, 4) for i in range(4)}
