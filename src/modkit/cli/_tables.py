@@ -50,6 +50,7 @@ def epilog(success: str, failure: str, errors: int = 1) -> str:
         Text in which click keeps line breaks.
     """
     wrong = "wrong command line" if errors == 1 else "an error of a file, or wrong command line"
+    # Click would join the lines of a paragraph, unless it begins with a line of \b alone.
     return f"""\b
 Exit status:
   0    {success}
@@ -97,6 +98,7 @@ def discard_output() -> None:
 
 def console() -> Console:
     """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
+    # Rich highlights numbers, also those within the names of tensors.
     new_console = _Console(highlight=False)
     # In a pipe, rich takes 80 columns, and would fold most names of tensors.
     if not new_console.is_terminal and "COLUMNS" not in os.environ:
@@ -144,6 +146,7 @@ def print_tables(tables: Mapping[tuple[str, ...], Sequence[Sequence[object]]], l
 
 def say(text: str) -> None:
     """Print a line that may quote a file."""
+    # Rich would break the line at the width of the terminal, in a path for instance.
     console().print(cell(text), soft_wrap=True)
 
 
@@ -154,6 +157,7 @@ def print_json(content: Any) -> None:
         content: Plain data: dicts with strings as keys, lists, strings, numbers, bools and None.
     """
     try:
+        # Not by rich, which would break long strings at the width of the terminal.
         click.echo(json.dumps(content, indent=2))
     except BrokenPipeError:
         discard_output()
@@ -170,6 +174,7 @@ def progress(text: str, total: float | None = None) -> Generator[Callable[[float
     Yields:
         A function that sets what is completed.
     """
+    # Standard output may be piped to another command, or be JSON.
     errors = Console(stderr=True)
     percentage = [TaskProgressColumn()] if total else []
     bar = Progress(
@@ -212,6 +217,7 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
     if output.exists():
         for path in inputs:
             # A folder may have links that lead nowhere.
+            # The same file may have another path, by a link for instance.
             if any(file.exists() and output.samefile(file) for file in _files_of(path)):
                 raise FileExistsError(f"{output} is an input: {path}")
         if not overwrite:

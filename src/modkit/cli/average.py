@@ -160,6 +160,7 @@ def _reconstructed(
         "snapshots": len(result.snapshots),
         "fit_error": result.fit.error,
     }
+    # Buffers are those of a snapshot, not averaged: integers among them keep their dtype.
     return {**averages, **result.buffers}, facts
 
 
@@ -171,6 +172,7 @@ def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) 
     names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
     rows: list[dict[str, Any]] = []
     for name in names:
+        # A list of one word stands for the shape of a tensor that a checkpoint lacks.
         texts = [" x ".join(map(str, shapes.get(name, ["missing"]))) for shapes in shapes_of_all]
         others = {path: text for path, text in zip(paths, texts, strict=True) if text != texts[0]}
         rows.append({"name": name, "shape": texts[0], "fits": not others, "others": others})

@@ -17,9 +17,11 @@ from modkit.files.atomic_write import atomic_write
 
 def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
     """Read JSON of the type that the default of an option has."""
+    # The default is JSON, too: [] for --args, and {} for --kwargs.
     expected_type = type(json.loads(str(parameter.default)))
     try:
         content = json.loads(value)
+    # Lists that are nested too deeply end in a RecursionError.
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{value!r} is not JSON: {error}") from None
     if not isinstance(content, expected_type):
@@ -84,6 +86,8 @@ def compat(
       modkit compat --tests tests/ -n 4 -- -m "not slow"
     """  # noqa: D301
     if tests:
+        # Options that were not given are empty here: the defaults of --args and --kwargs are
+        # parsed.
         if chosen or page or any(value for name, value in options.items() if name != "swap"):
             raise click.UsageError("--tests takes only --swap, -n, --keep-going and --json")
         _compare_tests(
@@ -99,6 +103,7 @@ def compat(
         raise click.UsageError("-n and --keep-going need --tests")
     if len(arguments) > 1:
         raise click.UsageError(f"one TARGET is compared at a time, got {len(arguments)}")
+    # Before the comparison, which may take minutes.
     if page and not page.parent.is_dir():
         raise FileNotFoundError(f"there is no directory {page.parent}")
 
@@ -118,6 +123,7 @@ def compat(
         ui.print_json(report.as_json())
     else:
         for title, headings, rows in report.tables():
+            # They are in docs/differences.md with their reasons. JSON and the page have them, too.
             if title != "Listed differences":
                 ui.print_table(headings, rows, title)
     if failed(report.results):
@@ -126,6 +132,7 @@ def compat(
 
 def _compare_model(target: Target) -> Report:
     """Compare a model of the user on torch and on modkit."""
+    # Standard output is for the result alone, which may be JSON.
     click.echo(f"building {printable(target.path)} on torch and on modkit, and comparing", err=True)
     try:
         with ui.progress("comparing"):
@@ -133,6 +140,7 @@ def _compare_model(target: Target) -> Report:
                 target, progress=lambda check: click.echo(f"  {check}", err=True)
             )
     except TargetError as error:
+        # A wrong target is an error of the command line: status 1 would mean that modkit differs.
         raise click.UsageError(str(error)) from error
     return Report(title, results, by_area=False)
 
@@ -155,6 +163,7 @@ def _compare_tests(
     as_json: bool,
 ) -> None:
     """Compare a suite on torch and on modkit, and print what differs."""
+    # A test may be given by its id, as tests/test_net.py::test_forward.
     files = [Path(test.partition("::")[0]) for test in tests]
     for file in files:
         if not file.exists():

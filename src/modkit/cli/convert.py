@@ -28,6 +28,7 @@ from modkit.files.safetensors_files import (
 from modkit.files.tensor_files import INDEX, Checkpoint, shards_of
 
 
+# A number, a unit, and an i if the unit is a power of 1024: 500, 5GB, 1.5 gib.
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
@@ -148,6 +149,8 @@ class _Target:
         index goes first.
         """
         if self._replaces_shards:
+            # While shards are replaced one by one, the old index would describe a mixture of two
+            # checkpoints.
             self.index.unlink()
         written: list[Path] = []
         try:
@@ -164,11 +167,13 @@ class _Target:
 
         # The index goes before the shards that it names.
         for file in self._obsolete:
+            # An index whose shards were replaced has been removed above.
             file.unlink(missing_ok=True)
 
     def _write_index(self, shards: Sequence[list[str]], total_size: int) -> None:
         homes = zip(self.files, shards, strict=True)
         weight_map = {name: file.name for file, names in homes for name in names}
+        # The format that transformers reads: the file of each tensor, and the bytes of all of them.
         table = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         with atomic_write(self.index) as unfinished:
             unfinished.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
@@ -225,6 +230,7 @@ class _Source:
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors."""
         memory = self.homes[name].memory(name)
+        # Tensors of safetensors files, and those without elements, are tied to no other.
         return name if memory is None else memory
 
     def split(self, most: float | None, *, tied: bool) -> list[list[str]]:
@@ -249,6 +255,8 @@ class _Source:
             shards[-1] += group
             used += size
 
+        # Groups have moved tied tensors to the first of them; a file has its tensors in their old
+        # order.
         order = {name: number for number, name in enumerate(self.homes)}
         return [sorted(shard, key=order.__getitem__) for shard in shards]
 
@@ -271,6 +279,7 @@ class _Source:
         if self.described[name].dtype != tensor.dtype:
             tensor = cast(name, tensor, home.dtypes[name], self.described[name].dtype)
         self.done += tensor.nbytes
+        # All tensors may be empty.
         progress(self.done / max(self._total, 1))
         return tensor
 
@@ -292,6 +301,7 @@ def _write(
     for name in names:
         memory = source.memory(name)
         if memory not in first:
+            # A view of a larger storage would be saved with all of it.
             first[memory] = compact(source.read(name, progress))
         state[name] = first[memory]
     if source.versions:

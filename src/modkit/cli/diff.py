@@ -71,6 +71,7 @@ def diff(
     if ".safetensors" in {path_a.suffix, path_b.suffix}:
         library("safetensors")
 
+    # A single key is the first and the last one, and is for both.
     key_a, key_b = (keys[0], keys[-1]) if keys else (None, None)
     total = 1.0 if values else None
     with ui.progress(f"comparing {path_a.name} and {path_b.name}", total) as bar:
@@ -78,6 +79,8 @@ def diff(
         report = _compare(a, b)
         if values:
             rows = _compare_values(a, b, report["renamed"], rtol=rtol or 0.0, progress=bar)
+            # A generator, so this is where values are compared: inside the block that shows the
+            # bar.
             report["values"] = [*rows]
 
     differences = _count_differences(report)
@@ -223,6 +226,7 @@ def _difference_of_pieces(a: Tensor, b: Tensor) -> Difference:
 
     distances = (wide_a - wide_b).abs()
     ratios = distances / torch.maximum(wide_a.abs(), wide_b.abs())
+    # Where a distance overflows 64 bits, its ratio is infinite or NaN.
     ratios = ratios.nan_to_num(nan=_LARGEST_RELATIVE).clamp(max=_LARGEST_RELATIVE)
     # That of two zeros is NaN.
     ratios[distances == 0] = 0
@@ -241,6 +245,7 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
+    # Torch does not view tensors as bytes whose conjugation or negation is still to be computed.
     return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
 
 
@@ -262,6 +267,7 @@ def _integer_difference(a: Tensor, b: Tensor) -> int:
 def _signed(tensor: Tensor) -> Tensor:
     """Return integers of 64 bits that have the order and the distances of those of a tensor."""
     if tensor.dtype == torch.uint64:
+        # With the highest bit flipped, int64 reads each number less 2**63: order and distances stay.
         return tensor.view(torch.int64) ^ _SIGN_BIT
     return tensor.to(torch.int64)
 

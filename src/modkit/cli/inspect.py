@@ -62,6 +62,7 @@ def inspect(
     if as_json:
         ui.print_json(contents if len(paths) > 1 else contents[0])
 
+    # Last, so that one bad file does not hide the content of the others.
     errors = [content["error"] for content in contents if "error" in content]
     for text in errors:
         click.echo(f"Error: {printable(text)}", err=True)
@@ -86,6 +87,7 @@ def _described(
     content = asdict(info)
     if how:
         content["check"] = how
+    # The tables say what the file is; the error is for scripts, which would go on to load it.
     if info.kind in NEVER_INTACT:
         content["error"] = f"{path}: {info.kind}, not a model"
     return content
@@ -103,6 +105,7 @@ def _inspected(path: Path, sha256: str | None, *, check: bool) -> tuple[files.Fi
     with ui.progress(f"verifying {path.name}", 1.0) as bar:
         file = file_in(path)
         is_index = file.name.endswith(INDEX)
+        # A digest of an index does not cover its shards, so it is computed only to be compared.
         results = [check_file(file, sha256, hashed=not is_index, progress=bar)]
         if is_index:
             results += map(check_file, Checkpoint(file, None).files)
@@ -123,6 +126,7 @@ def show(info: files.FileInfo, limit: int, how: str = "") -> None:
     facts = {
         "file": info.path,
         "kind": info.kind,
+        # Rich writes sizes below 1,000 in bytes already.
         "size": f"{size} ({info.nbytes:,} bytes)" if info.nbytes >= 1000 else size,
         "tensors": f"{len(info.tensors):,}" if info.tensors else "",
         "SHA-256": info.sha256,

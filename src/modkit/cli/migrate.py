@@ -19,6 +19,7 @@ def _numbers(
     numbers: dict[str, int] = {}
     for value in values:
         name, _, number = value.rpartition("=")
+        # int() alone would also read -1, 1_0 and a number in spaces.
         if not name or not number.isdecimal():
             raise click.BadParameter(f"{value!r} is not a class and a version such as Attention=1")
         numbers[name] = int(number)
@@ -70,15 +71,18 @@ def migrate(
         with torch.device("meta"):
             model = object_at(target)()
     except TargetError as error:
+        # Status 2, as for any wrong argument: nothing has been read yet.
         raise click.UsageError(str(error)) from error
 
     goals, versions = _by_class(model, to), _by_class(model, saved)
     with ui.progress("migrating"):
+        # Only a dry run has no output, which type checkers cannot know.
         if dry_run or output is None:
             lines = plan_file(model, source, key=key, to=goals, versions=versions)
         else:
             lines = migrate_file(model, source, output, key=key, to=goals, versions=versions)
     if as_json:
+        # A dry run may name an output, and does not write it.
         written = None if dry_run or output is None else os.fspath(output)
         ui.print_json({"output": written, "changes": lines})
         return

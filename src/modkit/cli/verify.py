@@ -58,6 +58,7 @@ def verify(
     expected = {} if sums is None else _read_sums(sums)
     within = [path.resolve() for path in paths]
     # With PATH, a list may have other files, which are not tested.
+    # A file that is itself a PATH is among the next line's, and not among its own parents.
     listed = [f for f in expected if not paths or not set(within).isdisjoint(f.parents)]
     files = {file.resolve(): file for path in paths for file in _model_files(path)}
     files |= {file: Path(os.path.relpath(file)) for file in listed if file not in files}
@@ -73,6 +74,7 @@ def verify(
         rows.append(row)
         if not as_json:
             verdict = f"intact: {row['tested']}" if row["intact"] else f"failed: {row['error']}"
+            # Most errors begin with the path, which begins this line already.
             ui.say(f"{file}: {verdict.replace(f': {file} is ', ': ', 1)}")
     if as_json:
         ui.print_json(rows)
@@ -122,6 +124,7 @@ def _has_model(file: Path) -> bool:
     try:
         with open_regular(file) as descriptor:
             return kind_of(descriptor) not in NEVER_INTACT - {CORRUPT_ZIP}
+    # Without the name of a model, a file that cannot be read is left out, such as a pipe.
     except (OSError, FileError):
         return False
 
@@ -129,6 +132,7 @@ def _has_model(file: Path) -> bool:
 def _read_sums(sums: Path) -> dict[Path, str]:
     """Return the SHA-256 of each file, by its absolute path."""
     digests: dict[Path, str] = {}
+    # Not by splitlines(), which would also break a line at a carriage return in a name.
     lines = sums.read_bytes().removesuffix(b"\n").split(b"\n")
     for number, line in enumerate(lines, 1):
         match = _LINE.fullmatch(line)
