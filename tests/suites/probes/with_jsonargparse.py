@@ -88,8 +88,8 @@ def nested(nn):
 
 
 def short_name_of_a_user_class(nn):
-    # Classes of other probes may still be in memory.
-    with imported(nn, NETWORKS.replace("class Wide", "class Widest")):
+    # Classes of other probes may still be in memory, and their names be taken.
+    with imported(nn, NETWORKS.replace("Wide", "Widest").replace("Block", "Scaled")):
         parser = _parser(nn)
         config = parser.parse_args(["--net=Widest", "--net.width=4"])
         return parser.dump(config), parser.instantiate(config).net
