@@ -148,6 +148,21 @@ class ModuleType(_ProtocolType):
                     _make_abstract(base)
         return super().register(subclass)
 
+    def __subclasses__(cls) -> list[type]:
+        """Return the classes that derive directly from this one; for ``Module``, torch's too.
+
+        Tools that accept the name of a class without its module, such as the command lines of
+        jsonargparse and Lightning, look for it below the annotated class: ``ReLU`` for ``Module``.
+
+        Returns:
+            A new list.
+        """
+        derived: list[type] = type.__subclasses__(cast("Any", cls))
+        if cls is Module:
+            torch_classes = type.__subclasses__(TorchModule)
+            return [each for each in torch_classes if each is not Module] + derived
+        return derived
+
     def __instancecheck__(cls, instance: object) -> bool:
         if cls is Module:
             return isinstance(instance, TorchModule)

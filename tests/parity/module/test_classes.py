@@ -383,6 +383,27 @@ def test_a_plain_class_cannot_register(impl: Implementation) -> None:
     assert not hasattr(Net, "register")
 
 
+def test_layers_are_found_below_the_base_class(impl: Implementation) -> None:
+    """A walk over ``__subclasses__``, as tools that look a class up by its name do, meets each once."""
+
+    class Net(impl.Module):
+        pass
+
+    class Derived(Net):
+        pass
+
+    def walk(cls: type) -> list[type]:
+        return [cls, *(found for each in cls.__subclasses__() for found in walk(each))]
+
+    direct, every = impl.Module.__subclasses__(), walk(impl.Module)
+
+    assert [each for each in (impl.Linear, impl.Sequential, Net) if direct.count(each) != 1] == []
+    assert Derived in every
+    assert impl.LazyLinear in every
+    assert impl.Module not in every[1:]
+    assert Net.__subclasses__() == [Derived]
+
+
 def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     """A class whose metaclass is ABCMeta is abstract while a method is missing."""
 

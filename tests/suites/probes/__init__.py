@@ -22,6 +22,15 @@ PROBED = {
     "x-transformers": "with_x_transformers",
     "captum": "with_captum",
     "safetensors": "with_safetensors",
+    "beartype": "with_beartype",
+    "hydra-zen": "with_hydra_zen",
+    "ipython": "with_ipython",
+    "jaxtyping": "with_jaxtyping",
+    "jedi": "with_jedi",
+    "jsonargparse": "with_jsonargparse",
+    "onnxruntime": "with_onnxruntime",
+    "pydantic": "with_pydantic",
+    "tensorboard": "with_tensorboard",
 }
 
 

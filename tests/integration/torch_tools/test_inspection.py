@@ -1,0 +1,267 @@
+"""Classes of users in help(), debuggers, profilers of Python and mocks."""
+
+import contextlib
+import cProfile
+import doctest
+import gc
+import inspect
+import io
+import pdb  # noqa: T100 - the debugger is what is tested
+import pstats
+import pydoc
+import re
+import rlcompleter
+import sys
+import traceback
+import typing
+import unittest.mock
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.cases import for_each
+from tests.helpers import Implementation, same
+from tests.suites.probes.user_files import imported
+
+
+def shown(text: str) -> str:
+    """Return a text with torch's name for the base class, and without addresses and folders."""
+    text = text.replace("modkit.nn.Module", "torch.nn.modules.module.Module")
+    return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'(File )?"?/\S*/(\w+\.py)"?', r"\2", text))
+
+
+def parameters(function: Any) -> list[Any]:
+    """Return names, kinds and defaults. Methods that modkit overrides have more annotations."""
+    found = inspect.signature(function).parameters.values()
+    return [(each.name, each.kind, each.default) for each in found]
+
+
+@for_each("name", ["Block", "Wide", "Net"])
+def test_the_inspect_module(name: str) -> None:
+    """Signatures, sources, comments, kinds of members and annotations are those of torch."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            cls = getattr(users, name)
+            net = cls(users.Block()) if name == "Net" else cls()
+            kinds = {each.name: each.kind for each in inspect.classify_class_attrs(cls)}
+            functions = dict(inspect.getmembers(net, inspect.ismethod))
+            return (
+                shown(str(inspect.signature(cls))),
+                {name: parameters(each) for name, each in functions.items()},
+                inspect.getsource(cls).replace(impl.nn.__name__, "nn"),
+                inspect.getsourcelines(cls.forward),
+                inspect.getdoc(cls),
+                inspect.getdoc(cls.forward),
+                kinds,
+                sorted(functions),
+                sorted(name for name, _ in inspect.getmembers(net)),
+                [
+                    type(inspect.getattr_static(net, name))
+                    for name in ("forward", "training", "_modules")
+                ],
+                inspect.isabstract(cls),
+                inspect.isclass(cls),
+                typing.get_type_hints(cls.forward),
+                inspect.getmodule(cls).__name__,
+                [base.__name__ for base in inspect.getmro(cls) if base.__name__ != "Module"],
+                inspect.unwrap(cls.forward) is cls.forward,
+            )
+
+    assert same(scenario)[0] == "returned"
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the entries of a page of help by their first lines, without where they are inherited from."""
+    entries = re.split(r"\n(?= \|  \w)", text)
+    return {entry.partition("\n")[0]: entry for entry in entries if not entry.startswith(" |  ---")}
+
+
+def test_the_page_of_help_documents_the_users_class() -> None:
+    """``help(Net)`` has the same entries, and what the user wrote in them."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            page = sections(shown(pydoc.render_doc(users.Wide, renderer=pydoc.plaintext)))
+            names = sorted(
+                {re.match(r" \|  (\w+)", head)[1] for head in page if head.startswith(" |  ")}
+            )
+            own = [
+                text for head, text in page.items() if " forward(" in head or "__init__(" in head
+            ]
+            return names, own, pydoc.describe(users.Wide)
+
+    found = same(scenario)
+
+    assert "load_state_dict" in str(found)
+    assert "extra: int = 2" in str(found)
+
+
+@for_each("asked", ["Block.forward", "Block.__init__", "instance.forward", "module"])
+def test_the_page_of_help_of_a_function(asked: str) -> None:
+    """``help(Net.forward)`` and the page of a user's file are those of torch."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            thing = {
+                "Block.forward": users.Block.forward,
+                "Block.__init__": users.Block.__init__,
+                "instance.forward": users.Block().forward,
+                "module": users,
+            }[asked]
+            text = pydoc.render_doc(thing, renderer=pydoc.plaintext)
+            # The page of a module holds those of its classes, which have a base more.
+            return shown(text).partition("\nCLASSES")[0]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_names_are_completed() -> None:
+    """The prompt of Python completes the members of a network and of its children."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            completer = rlcompleter.Completer({"net": users.Net(users.Block()), "users": users})
+            return [
+                sorted(set(completer.attr_matches(text)))
+                for text in ("net.", "net.body.", "net.blocks.", "users.")
+            ]
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_debugger_steps_through_a_call() -> None:
+    """A breakpoint in ``forward`` stops, prints values, steps into a child and shows the stack."""
+    commands = [
+        "break forward_line",
+        "continue",
+        "where",
+        "args",
+        "p x.shape",
+        "step",
+        "up",
+        "continue",
+    ]
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            net = users.Wide(2)
+            line = inspect.getsourcelines(users.Wide.forward)[1] + 1
+            text = "\n".join(commands).replace("forward_line", f"{users.__file__}:{line}")
+            printed = io.StringIO()
+            debugger = pdb.Pdb(
+                stdin=io.StringIO(f"{text}\n"), stdout=printed, nosigint=True, readrc=False
+            )
+            with contextlib.suppress(Exception):
+                debugger.runcall(net, torch.ones(1, 2))
+            debugger.clear_all_breaks()
+            return re.sub(r"Breakpoint \d+", "Breakpoint", shown(printed.getvalue()))
+
+    trace = sys.gettrace()
+    try:
+        found = same(scenario)
+    finally:
+        sys.settrace(trace)
+
+    assert "self.last(super().forward(x))" in str(found)
+
+
+def test_a_traceback_has_the_frames_of_torch() -> None:
+    """An error in ``forward`` shows the same functions and lines."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            net = users.Net(users.Wide(4, 3))
+            try:
+                net(torch.ones(1, 4))
+            except RuntimeError as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                return [(each.name, each.line) for each in frames[1:]], str(error)
+            return None
+
+    assert same(scenario)[1][0] == "tuple"
+
+
+def test_a_python_profile_counts_the_calls_of_torch() -> None:
+    """CProfile counts each function of the user and of the call path as often."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            net = users.Net(users.Block())
+            profile = cProfile.Profile()
+            profile.runcall(net, torch.ones(1, 4))
+            rows = pstats.Stats(profile, stream=io.StringIO()).stats.items()
+            return sorted((re.sub(".*/", "", file), name, row[0]) for (file, _, name), row in rows)
+
+    assert "forward" in str(same(scenario))
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Return the type of what a call returns, or the text of its exception."""
+    try:
+        return type(call()).__name__
+    except (TypeError, AttributeError) as error:
+        return str(error)
+
+
+def test_mocks_take_the_place_of_modules() -> None:
+    """``create_autospec``, ``Mock(spec=)`` and ``patch.object`` follow a user's class."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            mocked = unittest.mock.create_autospec(users.Block, instance=True)
+            mocked.forward.return_value = 3
+            calls = (mocked.forward, lambda: mocked.gone, lambda: mocked(1, 2))
+            refused = [refusal(call) for call in calls]
+            holder = users.Net(users.Block())
+            holder.body = unittest.mock.Mock(spec=impl.nn.Module, return_value=torch.ones(1, 4))
+            with unittest.mock.patch.object(users.Block, "forward", autospec=True) as forward:
+                forward.side_effect = lambda self, x: x + 1
+                patched = users.Block()(torch.ones(1, 4))
+            with unittest.mock.patch.object(
+                impl.nn.Linear, "forward", return_value=torch.zeros(1)
+            ) as layer:
+                called = users.Block()(torch.ones(1, 4)), layer.call_count
+            return (
+                mocked.forward(1),
+                refused,
+                isinstance(mocked, users.Block),
+                isinstance(mocked, impl.nn.Module),
+                isinstance(holder.body, impl.nn.Module),
+                patched,
+                called,
+                users.Block()(torch.ones(1, 4)),
+            )
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_deleted_network_is_freed_at_once(impl: Implementation) -> None:
+    """A network has no cycle of references, before and after its use."""
+    with imported(impl.nn) as users:
+        net = users.Net(users.Wide(4, 4))
+        net(torch.ones(1, 4)).sum().backward()
+        net.load_state_dict(net.state_dict())
+        gone = [weakref.ref(each) for each in net.modules()]
+        gc.disable()
+        try:
+            del net
+            assert [each() for each in gone] == [None] * len(gone)
+        finally:
+            gc.enable()
+
+
+def test_doctests_of_a_users_file(impl: Implementation) -> None:
+    """Doctest finds the examples in the docstrings of a class and of its methods, and runs them."""
+    source = (
+        "import torch\nimport {nn} as nn\n\n\nclass Net(nn.Module):\n"
+        '    """A network.\n\n    >>> Net()(torch.ones(1))\n    tensor([2.])\n    """\n\n'
+        '    def forward(self, x):\n        """Add one.\n\n        >>> Net().forward(1)\n        2\n        """\n'
+        "        return x + 1\n"
+    )
+    with imported(impl.nn, source) as users:
+        result = doctest.testmod(users)
+
+    assert (result.failed, result.attempted) == (0, 2)
