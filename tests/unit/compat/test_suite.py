@@ -188,6 +188,25 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("fixture", "decorator", "text"),
+    [
+        ("import nowhere_at_all", "", r"(1 uncollected), so nothing is compared: "),
+        ("", "@pytest.mark.usefixtures('missing')", "(1 error), so nothing is compared: "),
+        ("", "@pytest.mark.skip", "(1 skipped), so nothing is compared"),
+    ],
+)
+def test_a_suite_that_does_not_run_is_an_error(project, fixture, decorator, text):
+    """Tests that cannot be collected, set up or reached on torch would be equal on both sides."""
+    source = f"import pytest\n{fixture}\nfrom torch import nn\n{decorator}\ndef test_it():\n    nn.ReLU()\n"
+    (project / "tests/test_network.py").write_text(source)
+    result = invoke("--tests", "tests", "--keep-going")
+
+    assert result.exit_code == 2
+    assert f"no test could be run on torch {text}" in result.stderr
+    assert ("nowhere_at_all" in result.stderr) == bool(fixture)
+
+
 CRASHES = """
 import os
 from torch import nn
