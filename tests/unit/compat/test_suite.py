@@ -1,8 +1,12 @@
 """``modkit compat --tests``: a pytest suite of a user on torch and on modkit."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 import types
 
 import click.testing
@@ -243,6 +247,37 @@ def test_a_crash(project):
         "modkit": {**counts, "failed": 1, "passed": 1},
     }
     assert [result.test for result in report.differing] == ["tests/test_network.py::test_first"]
+
+
+WAITS = """
+import os
+import time
+from pathlib import Path
+from torch import nn
+
+
+def test_waits():
+    Path("started").write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminating a process runs no code on Windows")
+def test_a_terminated_comparison_ends_its_tests(project):
+    """SIGTERM, with which CI cancels a job, leaves no process of the suite behind."""
+    (project / "tests/test_network.py").write_text(WAITS)
+    started = project / "started"
+    command = [sys.executable, "-m", "modkit", "compat", "--tests", "tests"]
+    with subprocess.Popen(command, cwd=project, stderr=subprocess.DEVNULL) as comparison:
+        while not (started.exists() and started.read_text()):
+            assert comparison.poll() is None
+            time.sleep(0.1)
+        comparison.terminate()
+        status = comparison.wait(timeout=60)
+
+    assert status == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_workers(project):
