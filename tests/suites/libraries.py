@@ -169,5 +169,5 @@ LIBRARIES = (
     ),
     Library("poutyne", "1.19.0", ("tests",), ("tests",)),
     Library("pytorch-accelerated", "0.1.61", ("test",), ("test",)),
-    Library("stable-baselines3", "2.9.2", ("tests",), ("tests",), sample={"tests": 12}),
+    Library("stable-baselines3", "2.9.2", ("tests",), ("tests",), sample={"tests": 16}),
 )
