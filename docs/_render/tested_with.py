@@ -3,12 +3,15 @@
 The sessions of nox that run the tests store their results: `nox -s "tests(torch='2.8.0')"`, `xla`, `suites`, `compat`.
 """
 
+from pathlib import Path
 from typing import Any
 
 from _render.markdown import table
 from _render.stored_results import read, release
+from modkit.compat.swap import swap_source
 
 
+SCRIPTS = Path(__file__).parents[2] / "tests/integration/training_scripts/scripts"
 COUNTS = ("passed", "skipped", "xfailed", "failed")
 SIDES = ("torch", "whole", "user")
 NOT_RUN = {"XLA": "not run", "CUDA": "not run", "XPU": "not run", "MTIA": "not run"}
@@ -49,7 +52,7 @@ the library and its tests replaced by modkit's; and *user*, with only the tests 
 modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
 that differs is repeated three times on each side.
 
-Run on {date} with torch {torch}:
+Run with torch {torch}:
 
 {suites}
 
@@ -57,6 +60,14 @@ Run on {date} with torch {torch}:
 
 Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
 models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
+
+## Training scripts
+
+Short renditions of public training scripts, each run from one seed on torch and with its imports changed. Every logged
+loss, and every tensor of the final state dicts, is bitwise equal, except the count of batches that one average of the
+recipe for SWA copies, a [listed difference](differences.md).
+
+{scripts}
 
 ## Functions and models
 
@@ -80,11 +91,11 @@ def page() -> str:
     return TEXT.format(
         versions=versions_table(),
         devices=devices_table(),
-        date=suites["date"],
         torch=suites["torch"],
         suites=suites_table(suites["suites"]),
         differing=differing(suites["suites"]),
         probes=probes(suites["probes"]),
+        scripts=scripts_table(),
         cases=runs[-1]["areas"]["all"]["cases"],
         releases=behaviors_table(runs),
         models=models_table(compat["models"]),
@@ -155,12 +166,12 @@ def numbers(row: dict[str, Any]) -> list[int]:
 def suites_table(suites: dict[str, Any]) -> str:
     """Return the table of suites, with a row of totals."""
     rows = [
-        [f"{name} {row['version']}", *(f"{count:,}" for count in numbers(row))]
+        [f"{name} {row['version']}", *(f"{count:,}" for count in numbers(row)), row["date"]]
         for name, row in suites.items()
     ]
-    rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites))])
-    headings = ["library", "tests", "passed on torch", "passed, whole", "passed, user", "differing"]
-    return table(headings, rows, numbers=True)
+    rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites)), ""])
+    sides = ("passed on torch", "passed, whole", "passed, user")
+    return table(["library", "tests", *sides, "differing", "date"], rows, numbers=True)
 
 
 def differing(suites: dict[str, Any]) -> str:
@@ -173,6 +184,23 @@ def differing(suites: dict[str, Any]) -> str:
                 causes.setdefault(cause, []).append(f"`{one['test'].rpartition('::')[2]}` ({name})")
     lines = [f"- {', '.join(tests)}: {cause}." for cause, tests in causes.items()]
     return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."
+
+
+def scripts_table() -> str:
+    """Return the training scripts, with the lines that differ between torch and modkit."""
+    rows = []
+    for script in sorted(SCRIPTS.glob("*.py"), key=lambda script: script.stem):
+        source = script.read_text(encoding="utf-8")
+        lines, swapped = source.splitlines(), swap_source(source).splitlines()
+        # The docstring is only followed by an import on its line.
+        changed = [
+            f"`{line.strip()}`"
+            for line, new in zip(lines[1:], swapped[1:], strict=True)
+            if line != new
+        ]
+        kind, _, origin = lines[0].strip('".').partition(": ")
+        rows.append([kind, origin, len(lines), "<br>".join(changed)])
+    return table(["script", "after", "lines", "lines that change"], rows)
 
 
 def probes(rows: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ import json
 import runpy
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,6 @@ def write(found: dict[str, Any]) -> None:
     """Write the report, with the rows in the order of the tables."""
     order = [library.name for library in LIBRARIES]
     content = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": version("torch").partition("+")[0],
         "suites": {name: found["suites"][name] for name in order if name in found["suites"]},
         "probes": found["probes"],

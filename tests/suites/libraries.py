@@ -153,4 +153,21 @@ LIBRARIES = (
         ("neuralop/tests", "neuralop/**/tests"),
         sample={"neuralop": 4},
     ),
+    Library("nflows", "0.14", ("tests",), ("tests",)),
+    Library("normflows", "1.7.3", ("normflows",), ("normflows/**/*_test.py",)),
+    Library("norse", "1.1.0", ("norse",), ("norse/**/test",), sample={"norse": 4}),
+    Library(
+        "pytorch-ignite",
+        "0.5.5",
+        tuple(f"tests/ignite/{name}" for name in ("base", "engine", "handlers", "contrib/engines")),
+        ("tests",),
+        left_out={
+            f"tests/ignite/handlers/test_{name}_logger.py": "needs an account or a server"
+            for name in ("clearml", "mlflow", "neptune", "polyaxon", "visdom", "wandb")
+        },
+        sample={"tests/ignite": 3},
+    ),
+    Library("poutyne", "1.19.0", ("tests",), ("tests",)),
+    Library("pytorch-accelerated", "0.1.61", ("test",), ("test",)),
+    Library("stable-baselines3", "2.9.2", ("tests",), ("tests",), sample={"tests": 16}),
 )

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections import Counter
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from modkit.compat.suite import (
     Outcomes,
     Suite,
     differing,
+    require_a_test,
     run,
     selection,
     unsteady,
@@ -49,7 +51,10 @@ def suite_of(library: Library, side: str, tree: Path) -> Suite:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(
-                map(str, (tree / library.root, tree, PLUGIN, ROOT / "src"))
+                (
+                    *map(str, (tree / library.root, tree, PLUGIN, ROOT / "src")),
+                    os.environ.get("PYTHONPATH", ""),
+                )
             ),
             "SUITE_SAMPLE": json.dumps(library.sample),
         },
@@ -70,6 +75,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
         for side in SIDES
     }
     seconds = time.perf_counter() - started
+    require_a_test(sides["torch"])
 
     doubtful = differing(sides)
     runs = {test: {side: [sides[side].get(test, NOT_RUN)] for side in SIDES} for test in doubtful}
@@ -96,6 +102,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
 
     row = {
         "version": library.version,
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(seconds),
         "sides": {side: counts(outcomes) for side, outcomes in sides.items()},
         "differing": differing_rows,

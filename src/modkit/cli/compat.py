@@ -1,6 +1,8 @@
 """``modkit compat``: the differences between torch and modkit, in general or on one model."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -179,11 +181,15 @@ def _compare_tests(
     )
     folders = ", ".join(printable(str(path)) for path in suite.paths)
     click.echo(f"running the tests on torch, then with modkit in {folders}", err=True)
+    # A canceled job is terminated, which would leave the processes of the tests running.
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with ui.progress("running", 1.0) as bar:
             report = compare_suite(suite, bar)
     except SuiteError as error:
         raise _NothingComparedError(str(error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
     if as_json:
         ui.print_json(_suite_as_json(report))

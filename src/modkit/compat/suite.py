@@ -90,6 +90,8 @@ class Outcome(NamedTuple):
 
 
 NOT_RUN: Final = Outcome("not run")
+# Outcomes of a test whose own code did not run.
+_NOTHING_RAN: Final = frozenset({"error", "skipped", "uncollected"})
 Outcomes = dict[str, Outcome]
 
 
@@ -323,6 +325,23 @@ def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
     return f"pytest ended with status {status} on {side}: {last}"
 
 
+def require_a_test(outcomes: Outcomes) -> None:
+    """Refuse a suite of which nothing ran on torch: both sides would be equal, and say nothing.
+
+    Args:
+        outcomes: Outcomes on torch.
+
+    Raises:
+        SuiteError: If every test was skipped, failed in its setup, or could not be collected.
+    """
+    if not {outcome.outcome for outcome in outcomes.values()} <= _NOTHING_RAN:
+        return
+    counts = ", ".join(f"{number} {word}" for word, number in _counts(outcomes.values()).items())
+    causes = Counter(outcome._replace(outcome="") for outcome in outcomes.values() if outcome.text)
+    cause = "".join(f": {most.raised} {most.text}" for most, _ in causes.most_common(1))
+    raise SuiteError(f"no test could be run on torch ({counts}), so nothing is compared{cause}")
+
+
 def differing(sides: Mapping[str, Outcomes]) -> list[str]:
     """Return the tests whose outcomes differ between the sides."""
     tests = {test: None for outcomes in sides.values() for test in outcomes}
@@ -376,7 +395,7 @@ def compare_suite(
 
     Raises:
         SuiteError: If pytest or pytest-xdist is missing, a run fails as described at :func:`run`,
-            or the suite uses nothing that modkit replaces.
+            no test ran on torch, or the suite uses nothing that modkit replaces.
     """
     needed = {"pytest": "--tests", **({"xdist": "-n"} if suite.processes else {})}
     for module, option in needed.items():
@@ -398,6 +417,8 @@ def compare_suite(
                 folder=Path(temporary) / side,
                 progress=advance,
             )
+            if side == "torch":
+                require_a_test(records[side].outcomes)
 
         if not records["modkit"].swapped:
             raise SuiteError(

@@ -1,8 +1,12 @@
 """``modkit compat --tests``: a pytest suite of a user on torch and on modkit."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
+import time
 import types
 
 import click.testing
@@ -188,6 +192,25 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("fixture", "decorator", "text"),
+    [
+        ("import nowhere_at_all", "", r"(1 uncollected), so nothing is compared: "),
+        ("", "@pytest.mark.usefixtures('missing')", "(1 error), so nothing is compared: "),
+        ("", "@pytest.mark.skip", "(1 skipped), so nothing is compared"),
+    ],
+)
+def test_a_suite_that_does_not_run_is_an_error(project, fixture, decorator, text):
+    """Tests that cannot be collected, set up or reached on torch would be equal on both sides."""
+    source = f"import pytest\n{fixture}\nfrom torch import nn\n{decorator}\ndef test_it():\n    nn.ReLU()\n"
+    (project / "tests/test_network.py").write_text(source)
+    result = invoke("--tests", "tests", "--keep-going")
+
+    assert result.exit_code == 2
+    assert f"no test could be run on torch {text}" in result.stderr
+    assert ("nowhere_at_all" in result.stderr) == bool(fixture)
+
+
 CRASHES = """
 import os
 from torch import nn
@@ -224,6 +247,37 @@ def test_a_crash(project):
         "modkit": {**counts, "failed": 1, "passed": 1},
     }
     assert [result.test for result in report.differing] == ["tests/test_network.py::test_first"]
+
+
+WAITS = """
+import os
+import time
+from pathlib import Path
+from torch import nn
+
+
+def test_waits():
+    Path("started").write_text(str(os.getpid()))
+    time.sleep(120)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminating a process runs no code on Windows")
+def test_a_terminated_comparison_ends_its_tests(project):
+    """SIGTERM, with which CI cancels a job, leaves no process of the suite behind."""
+    (project / "tests/test_network.py").write_text(WAITS)
+    started = project / "started"
+    command = [sys.executable, "-m", "modkit", "compat", "--tests", "tests"]
+    with subprocess.Popen(command, cwd=project, stderr=subprocess.DEVNULL) as comparison:
+        while not (started.exists() and started.read_text()):
+            assert comparison.poll() is None
+            time.sleep(0.1)
+        comparison.terminate()
+        status = comparison.wait(timeout=60)
+
+    assert status == 128 + signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 def test_workers(project):

@@ -1,0 +1,1 @@
+"""Training loops of public scripts, with one import changed."""
