@@ -107,8 +107,8 @@ def explain(
     Example:
         >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
         >>> print(*explain({"weight": (2, 3), "bias": (2,)}, state_dict))
-        all 2 names of the checkpoint have the extra prefix 'module.' (added by DataParallel, DDP or \
-AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
+        all 2 names of the checkpoint have the extra prefix 'module.' (added by DataParallel, DDP \
+or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
     if not file.keys() & model.keys():

@@ -170,8 +170,8 @@ def _as_lazy(name: str, value: Any) -> Lazy:
         return value
     if value.is_meta:
         raise MigrationError(
-            f"{name} is on the device meta: its default needs the model's values; pass a model with "
-            "values"
+            f"{name} is on the device meta: its default needs the model's values; pass a model "
+            "with values"
         )
     return Lazy(value.to("meta"), value.cpu)
 

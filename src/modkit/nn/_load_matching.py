@@ -102,14 +102,7 @@ def load_matching(
           skipped  net.bias  shape [5], the model has [3]
           missing  bias      keeps its value
     """  # noqa: DOC501 - _nothing_fits() makes a NameMismatchError
-    if not isinstance(cast("object", model), TorchModule):
-        raise TypeError(
-            f"modkit.load_matching(): model must be a torch.nn.Module, got {torch.typename(model)}"
-        )
-    if not isinstance(cast("object", state_dict), Mapping):
-        kind = torch.typename(state_dict)
-        raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
-
+    _check_types(model, state_dict)
     new_names = _new_names(state_dict, strip, rename)
     loading = _migrated(model, state_dict, new_names)
 
@@ -149,6 +142,17 @@ def load_matching(
     lacking = [name for name in targets if name in missing and id(targets[name]) not in written]
     loaded += [name for name in others if name.endswith(EXTRA_STATE_KEY)]
     return Matched(loaded, skipped, lacking)
+
+
+def _check_types(model: object, state_dict: object) -> None:
+    """Refuse what is not a module, and what is not a mapping."""
+    if not isinstance(model, TorchModule):
+        raise TypeError(
+            f"modkit.load_matching(): model must be a torch.nn.Module, got {torch.typename(model)}"
+        )
+    if not isinstance(state_dict, Mapping):
+        kind = torch.typename(state_dict)
+        raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
 
 
 def _new_names(
@@ -209,7 +213,7 @@ def _migrated(
 def _old_names(
     state_dict: Mapping[str, Any], new_names: Mapping[str, str], migrated: Mapping[str, Any]
 ) -> dict[str, str]:
-    """Return the name in the state dict of each entry; its own where a migration has computed it."""
+    """Return the name in the state dict of each entry; its own where a migration computed it."""
     by_identity = {id(state_dict[old]): old for old in new_names}
     # One tensor may have several names.
     unchanged = {new: old for old, new in new_names.items() if migrated.get(new) is state_dict[old]}
