@@ -52,7 +52,7 @@ the library and its tests replaced by modkit's; and *user*, with only the tests 
 modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
 that differs is repeated three times on each side.
 
-Run with torch {torch}:
+Run with torch {torch}; a dash stands where the tests use nothing that modkit replaces, so that only *whole* compares:
 
 {suites}
 
@@ -159,19 +159,31 @@ def totals(suites: dict[str, Any]) -> list[int]:
 def numbers(row: dict[str, Any]) -> list[int]:
     """Return these numbers for one library."""
     sides = row["sides"]
-    passed = [sides[side].get("passed", 0) for side in SIDES]
+    passed = [0 if nothing_swapped(row, side) else sides[side].get("passed", 0) for side in SIDES]
     return [sum(sides["torch"].values()), *passed, len(row["differing"])]
+
+
+def nothing_swapped(row: dict[str, Any], side: str) -> bool:
+    """Return True if no module imported modkit on a side, so that it ran on torch again."""
+    return bool(row.get("swapped modules", {}).get(side) == 0)
 
 
 def suites_table(suites: dict[str, Any]) -> str:
     """Return the table of suites, with a row of totals."""
-    rows = [
-        [f"{name} {row['version']}", *(f"{count:,}" for count in numbers(row)), row["date"]]
-        for name, row in suites.items()
-    ]
+    rows = [[f"{name} {row['version']}", *cells(row), row["date"]] for name, row in suites.items()]
     rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites)), ""])
     sides = ("passed on torch", "passed, whole", "passed, user")
     return table(["library", "tests", *sides, "differing", "date"], rows, numbers=True)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return the numbers of one library as text, a dash where a side has nothing to swap."""
+    tests, *passed, differ = numbers(row)
+    texts = [
+        "-" if nothing_swapped(row, side) else f"{count:,}"
+        for side, count in zip(SIDES, passed, strict=True)
+    ]
+    return [f"{tests:,}", *texts, f"{differ:,}"]
 
 
 def differing(suites: dict[str, Any]) -> str:

@@ -70,10 +70,10 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
     records = folder / library.name / "outcomes"
 
     started = time.perf_counter()
-    sides = {
-        side: run(suites[side], swap=side != "torch", folder=records / side).outcomes
-        for side in SIDES
+    first_runs = {
+        side: run(suites[side], swap=side != "torch", folder=records / side) for side in SIDES
     }
+    sides = {side: record.outcomes for side, record in first_runs.items()}
     seconds = time.perf_counter() - started
     require_a_test(sides["torch"])
 
@@ -105,6 +105,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(seconds),
         "sides": {side: counts(outcomes) for side, outcomes in sides.items()},
+        "swapped modules": {side: len(first_runs[side].swapped) for side in SIDES[1:]},
         "differing": differing_rows,
         "unsteady": unsteady_rows,
         "left out": library.left_out,
