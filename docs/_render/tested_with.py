@@ -58,6 +58,24 @@ Run on {date} with torch {torch}:
 Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
 models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
 
+## Tools
+
+The probes above include tools that look at the user's code: notebooks with `%autoreload 2` (ipython), completion (jedi),
+checked types (beartype, jaxtyping, pydantic), command lines and configurations (jsonargparse, hydra-zen), exported models
+(onnxruntime runs what the dynamo exporter of torch writes) and graphs (tensorboard). Tests compare the tools of torch and
+Python in the same way:
+
+| tool | compared with torch |
+| --- | --- |
+| `torch.profiler` | Python stacks, shapes and counts of operations, modules, memory by category, execution traces |
+| `ModuleTracker`, `ModTracker`, `MemTracker`, `DebugMode`, `FlopCounterMode` | modules of each operation, memory, operations |
+| `torch.export` | `.module()`, unflattened and swapped modules, drafts, hooks, packages of AOTInductor |
+| `inspect`, `pydoc`, `pdb`, `cProfile`, `unittest.mock`, `doctest`, `rlcompleter` | signatures, sources, pages of help, steps, call counts |
+| `python -O`, `-OO`, `-W error`, `-bb`, `-X dev`, `-I` | output of a program, with its errors |
+| `torchrun` with restarts | a killed worker: weights, averages and optimizer after the restart |
+
+Memory snapshots (`torch.cuda.memory`) need a GPU and were not run.
+
 ## Functions and models
 
 `modkit compat` calls {cases} functions with `torch` and with `modkit`, and compares values bit by bit, exceptions by
