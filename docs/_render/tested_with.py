@@ -69,7 +69,7 @@ Python in the same way:
 | --- | --- |
 | `torch.profiler` | Python stacks, shapes and counts of operations, modules, memory by category, execution traces |
 | `ModuleTracker`, `ModTracker`, `MemTracker`, `DebugMode`, `FlopCounterMode` | modules of each operation, memory, operations |
-| `torch.export` | `.module()`, unflattened and swapped modules, drafts, hooks, packages of AOTInductor |
+| `torch.export` | `.module()`, unflattened and swapped modules, hooks, packages of AOTInductor |
 | `inspect`, `pydoc`, `pdb`, `cProfile`, `unittest.mock`, `doctest`, `rlcompleter` | signatures, sources, pages of help, steps, call counts |
 | `python -O`, `-OO`, `-W error`, `-bb`, `-X dev`, `-I` | output of a program, with its errors |
 | `torchrun` with restarts | a killed worker: weights, averages and optimizer after the restart |
