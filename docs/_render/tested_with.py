@@ -61,6 +61,24 @@ Run with torch {torch}; a dash stands where the tests use nothing that modkit re
 Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
 models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
 
+## Tools
+
+The probes above include tools that look at the user's code: notebooks with `%autoreload 2` (ipython), completion (jedi),
+checked types (beartype, jaxtyping, pydantic), command lines and configurations (jsonargparse, hydra-zen), exported models
+(onnxruntime runs what the dynamo exporter of torch writes) and graphs (tensorboard). Tests compare the tools of torch and
+Python in the same way:
+
+| tool | compared with torch |
+| --- | --- |
+| `torch.profiler` | Python stacks, shapes and counts of operations, modules, memory by category, execution traces |
+| `ModuleTracker`, `ModTracker`, `MemTracker`, `DebugMode`, `FlopCounterMode` | modules of each operation, memory, operations |
+| `torch.export` | `.module()`, unflattened and swapped modules, hooks, packages of AOTInductor |
+| `inspect`, `pydoc`, `pdb`, `cProfile`, `unittest.mock`, `doctest`, `rlcompleter` | signatures, sources, pages of help, steps, call counts |
+| `python -O`, `-OO`, `-W error`, `-bb`, `-X dev`, `-I` | output of a program, with its errors |
+| `torchrun` with restarts | a killed worker: weights, averages and optimizer after the restart |
+
+Memory snapshots (`torch.cuda.memory`) need a GPU and were not run.
+
 ## Training scripts
 
 Short renditions of public training scripts, each run from one seed on torch and with its imports changed. Every logged

@@ -1,11 +1,11 @@
-"""Programs of torch.export: drafts, modules put back into place, packages of AOTInductor."""
+"""Programs of torch.export: modules put back into place, packages of AOTInductor."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.export import draft_export, export, unflatten
+from torch.export import export, unflatten
 from torch.export._swap import _swap_modules
 
 from tests.cases import for_each
@@ -56,29 +56,6 @@ def test_called_modules_keep_their_signature() -> None:
         module.blocks.set_submodule("0", make_net(impl.nn, "nested").blocks[1])
         swapped = _swap_modules(program, {"blocks.1": net.blocks[0]})
         return before, module(batch), swapped(batch), [one[0] for one in module.named_modules()]
-
-    assert same(scenario)[0] == "returned"
-
-
-# Drafts write a log, and leave its file open.
-@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
-def test_a_draft_reports_the_same_failures() -> None:
-    """``draft_export`` of code that depends on values finds the same places."""
-
-    def scenario(impl: Implementation) -> Any:
-        class Net(impl.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.linear = impl.nn.Linear(3, 3)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                size = int(x[0].item())
-                return self.linear(x.new_zeros(size, 3))
-
-        program = draft_export(Net(), (torch.tensor([2.0, 1.0]),))
-        report = program._report
-        kinds = [failure.failure_type.name for failure in report.failures]
-        return kinds, program.module()(torch.tensor([2.0, 1.0])).shape, str(program.graph)
 
     assert same(scenario)[0] == "returned"
 
