@@ -39,8 +39,7 @@ def define(nn: Any, home: str) -> dict[str, type]:
             self.first = nn.Linear(3, 4)
             self.norm = nn.BatchNorm1d(4)
             self.blocks = nn.ModuleList([Block(), Block(gain=0.5)])
-            # The special cases of each walk: shared modules, tied parameters, and None for a
-            # member.
+            # Special cases of each walk: shared modules, tied parameters, and None for a member.
             self.again = self.blocks[0]
             self.last = nn.Linear(4, 3, bias=False)
             self.tied = nn.Linear(4, 4)
