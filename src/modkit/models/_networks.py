@@ -40,6 +40,7 @@ def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
     """
     if norm_type not in NORM_TYPES:
         raise AssertionError(f"norm_type must in {NORM_TYPES}")
+    # In place as in LightZero, although full backward hooks refuse that: another argument helps.
     return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
 
 
@@ -54,6 +55,7 @@ def renamed(owner: str, default: object, /, **names: Any) -> Any:
     Raises:
         TypeError: If the argument is given under both names.
     """
+    # Keyword arguments keep their order, so the older name is first.
     (old, value), (new, alias) = names.items()
     if alias is None:
         return value
@@ -307,6 +309,7 @@ class SimNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a tensor to one of the same shape whose groups each sum to 1."""
+        # This raises for a width that the size of a group does not divide.
         groups: Tensor = x.unflatten(-1, (-1, self.group_size))
         return groups.softmax(-1).flatten(-2)
 
@@ -608,6 +611,7 @@ class DynamicsNetwork(nn.Module):
             _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
         )
         self.norm_common: nn.Module = norm(channels)
+        # BatchNorm whatever norm_type is, as in LightZero.
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, channels, act, "BN")
         self.conv1x1_reward: nn.Conv2d = nn.Conv2d(channels, reward_head_channels, 1)
         self.norm_reward: nn.Module = norm(reward_head_channels)
