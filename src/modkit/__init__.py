@@ -11,6 +11,7 @@ from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 __version__ = "0.1.0"
 
+# Type checkers do not run __getattr__ below, which imports these at run time.
 if TYPE_CHECKING:
     from modkit import (
         distributed as distributed,

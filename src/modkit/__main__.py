@@ -12,8 +12,10 @@ def main() -> None:
     if missing:
         names = " and ".join(missing)
         sys.exit(f"Error: the command line needs {names}. {install_extra('cli')}")
+    # Only now, because it imports both.
     from modkit.cli._commands import commands
 
+    # Click would call the program __main__.py in usage lines.
     commands(prog_name="python -m modkit" if sys.argv[0].endswith("__main__.py") else "modkit")
 
 

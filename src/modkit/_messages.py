@@ -10,6 +10,7 @@ from modkit._upstream import original_methods
 
 def _texts(code: CodeType) -> Iterator[str]:
     """Yield the string constants of a code object, and of functions in it."""
+    # The texts are not public, and change between releases: a copy of them would become wrong.
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant
@@ -27,6 +28,7 @@ def text_of(method: str, start: str) -> str:
     Returns:
         The text; empty if this release has none that starts so.
     """
+    # None where a patch hides torch's function.
     code = getattr(original_methods[method], "__code__", None)
     if code is None:
         return ""

@@ -139,13 +139,16 @@ def explain_old_names(
 
     for prefix in islice(_shared_prefixes(file), _MOST_NESTED):
         without = {
+            # A migration may split or join tensors, so it gets tensors, on meta without memory.
             name.removeprefix(prefix): torch.empty(shape or (), device="meta")
             for name, shape in file.items()
         }
         try:
             migrated = shapes_of(migrate(without))
+        # The names behind this prefix are not those of an older version.
         except MigrationError:
             continue
+        # Fewer names may fit by chance: many models have a "weight" and a "bias".
         if len(migrated.keys() & model.keys()) * 2 >= len(model):
             line = _say_prefix(Rule("prefix", (prefix,), ("",), len(file)), len(file))
             return [line, *compare(model, migrated)][:MOST_LINES]
@@ -211,11 +214,13 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
 
 
 def _quoted(name: str) -> str:
+    # Cut first, because escaping a name of a megabyte takes long.
     shown = printable(name[: 2 * _LONGEST])
     return repr(shown if len(name) <= _LONGEST else f"{shown[: _LONGEST // 2]}...")
 
 
 def _key(key: object) -> str:
+    # Another key stands as in code: checkpoint[0], without quotes.
     return _quoted(key) if isinstance(key, str) else _quoted(repr(key))[1:-1]
 
 
@@ -254,6 +259,7 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
     waiting: list[tuple[tuple[Any, ...], Mapping[Any, Any]]] = [((), given)]
     # A checkpoint may contain itself.
     seen = {id(given)}
+    # The list grows meanwhile, so that outer entries come before inner ones.
     for path, entries in waiting:
         if len(path) == _MOST_NESTED or entries.keys() >= _OF_OPTIMIZER:
             continue
@@ -312,6 +318,7 @@ def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
         A note on the averages, at most one.
     """
     by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
+    # The empty prefix comes last, because every name begins with it.
     for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
         plain_names = {n: n.removeprefix(prefix) for n in surplus if n.startswith(prefix)}
         pairs = {n: by_plain_name[p] for n, p in plain_names.items() if p in by_plain_name}
@@ -420,8 +427,10 @@ def _depths(
         first = min(in_file)
         model_first = min(in_model)
         is_shifted = {n - first for n in in_file} == {n - model_first for n in in_model}
+        # Without a common number, or with gaps at different places, they are not one list.
         if extra == in_file.keys() or (extra and lost and not is_shifted):
             continue
+        # The search for renames finds these, and _insertions() reports them.
         if is_renumbered(in_file, in_model):
             continue
 
@@ -487,6 +496,7 @@ def _say_joined(rule: Rule) -> str:
     parts = rule.old if is_join else rule.new
     whole = rule.new[0] if is_join else rule.old[0]
     divided, joined = ("checkpoint", "model") if is_join else ("model", "checkpoint")
+    # Two parts less: the name of the tensor, and that of its layer.
     home = parts[0].rpartition(".")[0].rpartition(".")[0]
     names = ", ".join(_quoted(part.removeprefix(f"{home}.")) for part in parts)
     are = "are" if rule.is_certain else "may be"
@@ -502,6 +512,7 @@ def _rest(side: str, names: list[str]) -> Iterator[Note]:
         return
     homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
     listed = _listed([home for home, _ in homes.most_common()])
+    # If they are all of one module, its name alone would say little.
     if len(homes) == 1 < len(names):
         listed += f": {_listed([name.rpartition('.')[2] for name in names])}"
     line = f"only {side} has {_count(len(names), 'other tensor')}, in {listed}"
@@ -528,6 +539,7 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
     of_width = ("outputs", "other", "channels")
     by_width = [name for kind in of_width for name in kinds.get(kind, ())]
     # One cause in place of a line for each kind of layer.
+    # In a small model, a single layer is a large portion of the tensors.
     if len(by_width) > max(4, _MOST_OTHER_SIZES * total):
         kinds = {kind: names for kind, names in kinds.items() if kind not in of_width}
         changes = Counter(
@@ -537,6 +549,7 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
             if change[0] != change[1]
         )
         line = f"another width: {len(by_width)} of {total} tensors have other sizes"
+        # None if the shapes differ only in their number of dimensions.
         for (size, new_size), _ in changes.most_common(1):
             line += f", most often {size} in the checkpoint, {new_size} in the model"
         yield Note(_CAUSE, len(by_width), line)
@@ -566,4 +579,5 @@ def _kind(name: str, old: Shape, new: Shape) -> str:
     if len(old) == len(new) and differing == [0]:
         is_of_words = len(old) <= 2 and re.search(_OF_WORDS, name)
         return "vocabulary" if is_of_words else "outputs"
+    # The weight of a convolution has its outputs first, and then its inputs.
     return "channels" if len(old) == len(new) >= 3 and differing == [1] else "other"

@@ -33,11 +33,13 @@ def publish(path: str, *objects: object) -> None:
 def _publish(path: str, torch_owner: object, objects: Iterable[object]) -> None:
     """Publish members of a module or class; ``torch_owner`` is that of torch, or None."""
     for value in objects:
+        # Class methods and static methods are objects around a function.
         function: Any = getattr(value, "__func__", value)
         if not isinstance(function, (type, types.FunctionType)):
             continue
 
         replaced = getattr(torch_owner, function.__name__, None) if torch_owner else None
+        # Objects that modkit takes over from torch as they are keep their path.
         if function.__module__.partition(".")[0] == "modkit":
             function.__module__ = path
             _show_docstring_of(replaced, function)
@@ -94,6 +96,7 @@ class _View(types.ModuleType):
         if name == "__all__":
             # Without it, `from modkit.nn import *` binds only names in the view's own dict.
             return getattr(source, name, [public for public in dir(source) if public[0] != "_"])
+        # Special names such as __path__ say what the module itself is, also when it lacks them.
         if name.startswith("__") or not hasattr(source, name):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         return getattr(source, name)
@@ -134,6 +137,7 @@ def _view_type(source: types.ModuleType, own: OwnNames, plain: Sequence[str]) ->
     Names in ``plain`` are attributes of the view itself, which a property would hide.
     """
     readers = {
+        # It reads at each access, because attributes of torch may be replaced.
         name: property(lambda _, name=name: getattr(source, name))  # type: ignore[misc]
         for name in vars(source)
         if not name.startswith("__") and name not in plain
@@ -169,6 +173,8 @@ class _Finder(MetaPathFinder, Loader):
         Returns:
             A spec that this loads, or None.
         """
+        # Files of modkit are found by Python: they are in the folder of the root, not below
+        # aliases.
         if not fullname.startswith(f"{self._root}.") or (
             path is sys.modules[self._root].__path__
             and PathFinder.find_spec(fullname, path) is not None
@@ -177,6 +183,7 @@ class _Finder(MetaPathFinder, Loader):
 
         try:
             spec = importlib.util.find_spec(_torch_name(fullname))
+        # find_spec() imports the parents of a module, and one of them does not exist.
         except ModuleNotFoundError:
             return None
         if spec is None:
@@ -206,6 +213,7 @@ class _Finder(MetaPathFinder, Loader):
         if name in self._views:
             self.become_view(module, source)
         else:
+            # The import system returns what it finds here, and not the module that it created.
             sys.modules[name] = source
         self.name_loaded_modules()
 
@@ -215,6 +223,7 @@ class _Finder(MetaPathFinder, Loader):
         The import system does not search for them then. After a search it enters the file in its
         package, which would replace a function of the same name, as ``torch.nn.utils.weight_norm``.
         """
+        # A copy, because another thread may be importing.
         for name, module in tuple(sys.modules.items()):
             if name.startswith(f"{_torch_name(self._root)}."):
                 ours = "modkit" + name.removeprefix("torch")
@@ -234,6 +243,7 @@ class _Finder(MetaPathFinder, Loader):
         parents = [name.rpartition(".") for name in self._views]
         below = [name for parent, _, name in parents if parent == module.__name__]
         module.__doc__ = module.__doc__ or source.__doc__
+        # The module itself stays, since it may have been imported before it is a view.
         module.__class__ = _view_type(source, own_names, [*own_names, *below, *vars(module)])
         for name in below:
             importlib.import_module(f"{module.__name__}.{name}")

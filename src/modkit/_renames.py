@@ -21,6 +21,7 @@ Parts: TypeAlias = tuple[str, ...]
 # The tensors of a module: last parts of names, and shapes. For a tensor, no last part.
 Content: TypeAlias = frozenset[tuple[str, Shape | None]]
 
+# Limits on the work: names come from files, which may be crafted to make it slow.
 _MOST_NAMES: Final = 100_000
 # Names that beginnings do not explain, beyond which shapes are not compared.
 _MOST_LEFT: Final = 10_000
@@ -112,6 +113,7 @@ class Renames:
         """Give old names their names under a rule; return how many are new names then."""
         explained = 0
         for name, substituted in names.items():
+            # Two old names cannot be the same new one, so this one stays as it is.
             if substituted in self.old:
                 continue
 
@@ -346,6 +348,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
     if not likely:
         return False
 
+    # The names themselves break ties, so that the order in a file has no influence.
     best = max(likely, key=lambda heads: (votes[heads], fits[heads], heads))
     # Other beginnings on the side that has one would explain as much.
     side = 0 if best.old else 1
@@ -447,6 +450,7 @@ def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
     for whole, shape in list(wholes.items()):
         if not shape:
             continue
+        # The weight of in_proj is called in_proj_weight in MultiheadAttention.
         leaf = re.split(r"[._]", whole)[-1]
         groups = beside.get((_numbers(whole), shape[1:], leaf), {})
         for sizes in islice(groups.values(), _MOST_CANDIDATES):
@@ -487,7 +491,7 @@ def _joined_names(whole: str, names: list[str]) -> Parts:
 
 
 class _Evidence(NamedTuple):
-    """The evidence that all names together give about two of them.
+    """The evidence of all names together about two of them.
 
     Attributes:
         unique: The shapes that one tensor of each side has.
@@ -620,6 +624,7 @@ def _components(
         for key in _keys(name, content):
             by_key[key].append(name)
 
+    # The more names there are, the fewer candidates each has, and never fewer than four.
     most = min(_MOST_CANDIDATES, 4 + _MOST_COMPARISONS // (1 + len(old)))
     candidates: dict[str, list[str]] = {}
     owners: dict[str, list[str]] = defaultdict(list)
@@ -651,6 +656,7 @@ def _components(
 def _keys(name: str, content: Content) -> tuple[Hashable, ...]:
     """Return what names of one tensor may have in common, the numbers of layers first."""
     numbers = _numbers(name)
+    # The keys have three lengths, so that those of one kind are never equal to those of another.
     return (content, numbers, ""), (content, numbers[:1]), (content,)
 
 

@@ -32,6 +32,7 @@ def descend(
     Raises:
         RecursionError: A module contains itself.
     """
+    # An iterator, so that the walk goes on behind a child after all that is below it.
     parent, children = root, iter(root._modules.items())
     # The modules between the root and ``parent``, each with its state and the rest of its children.
     parents: list[Any] = []

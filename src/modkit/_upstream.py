@@ -266,6 +266,7 @@ def steps_in_progress() -> list[torch.optim.Optimizer]:
         for frame in _frames()
         if frame.f_code.co_name == _STEP_WRAPPER and frame.f_code.co_filename == _OPTIMIZER_FILE
     )
+    # The wrapper takes any arguments; the first is the optimizer.
     return [frame.f_locals["args"][0] for frame in calls]
 
 

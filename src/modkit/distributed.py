@@ -226,6 +226,7 @@ def load_averages(
     is_folder = isinstance(checkpoint, (str, os.PathLike))
     reader = FileSystemReader(cast("str", checkpoint)) if is_folder else cast("Any", checkpoint)
     metadata = reader.read_metadata()
+    # The path of keys in the nested dict, by the flat name in the checkpoint.
     saved: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     prefix = tuple(key.split("."))
     paths = {name: path for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix}
@@ -281,6 +282,7 @@ def _planner() -> Any:
 
 def _nested(values: Mapping[tuple[Any, ...], Any]) -> Any:
     """Return the nested dicts, and lists where keys are integers, of values by their paths."""
+    # The path of a value ends here.
     if () in values:
         return values[()]
 

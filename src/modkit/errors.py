@@ -95,6 +95,7 @@ def shown(text: str) -> str:
     text = printable(text)
     if len(text) <= _LONGEST:
         return text
+    # A half and a third leave room for the words between them.
     return f"{text[: _LONGEST // 2]} ... ({len(text):,} characters) ... {text[-_LONGEST // 3 :]}"
 
 

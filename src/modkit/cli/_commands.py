@@ -36,8 +36,8 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Click would print "Aborted!" and exit with 1, which of diff means that two files
-            # differ. Shells report an interrupt as 128 + SIGINT.
+            # Click would print "Aborted!" and exit with 1, which for diff means that files differ.
+            # Shells report an interrupt as 128 + SIGINT.
             click.echo("Error: interrupted", err=True)
             raise click.exceptions.Exit(130) from None
         # Exit and Abort are RuntimeErrors, which the last clause would report as errors of a file.

@@ -267,8 +267,7 @@ def _integer_difference(a: Tensor, b: Tensor) -> int:
 def _signed(tensor: Tensor) -> Tensor:
     """Return integers of 64 bits that have the order and the distances of those of a tensor."""
     if tensor.dtype == torch.uint64:
-        # With the highest bit flipped, int64 reads each number less 2**63: order and distances
-        # stay.
+        # Read as int64 with its highest bit flipped, each number is less by 2**63.
         return tensor.view(torch.int64) ^ _SIGN_BIT
     return tensor.to(torch.int64)
 

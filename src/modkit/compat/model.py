@@ -146,6 +146,7 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
     Raises:
         TargetError: There is no such function.
     """
+    # Not the seed of the model: the inputs would repeat the random numbers of its first weights.
     torch.manual_seed(1)
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
         return [torch.randn([int(n) for n in shape.split(",")]) for shape in target.inputs], {}
@@ -199,6 +200,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         # A copy, so that the checks after this one get the initial weights.
         net = copy.deepcopy(model).train()
         outputs = leaves(call(net))
+        # The model's own loss is not known; any scalar that depends on all outputs gives gradients.
         losses = [t.abs().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
         torch.stack(losses).sum().backward()
         return outputs, net
@@ -223,6 +225,7 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         "structure": lambda: [(n, type(m)) for n, m in model.named_modules(remove_duplicate=False)],
         "text": lambda: repr(model),
         "initial bits": lambda: [*model.named_parameters(), *model.named_buffers()],
+        # The attributes are the versions of modules, in _metadata.
         "state dict": lambda: [model.state_dict(), vars(model.state_dict())],
         "deepcopy": lambda: copy.deepcopy(model),
         "pickle": lambda: pickle.loads(pickle.dumps(model)),  # noqa: S301 - written in this line
@@ -281,6 +284,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         inputs = inputs_of(target, model)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         reason = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
+        # An exception of the user's code need not survive a pickle, so only its text is sent.
         connection.send(error if isinstance(error, TargetError) else RuntimeError(reason))
         return
 
@@ -297,6 +301,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     title = f"{modules}; called with {_described(inputs)}{made}"
     connection.send((title, outcomes, file.getvalue()))
 
+    # Extra state may be any object, and the bytes come from the other process of this command.
     state = torch.load(io.BytesIO(connection.recv_bytes()), weights_only=False)
     connection.send(_checked(lambda: [str(model.load_state_dict(state)), model.state_dict()]))
 
@@ -326,6 +331,7 @@ def compare(
             connections.append(ours)
             process = context.Process(target=side, args=(theirs, name, target))
             process.start()
+            # Callbacks run in reverse order: the process is terminated, and then waited for.
             stack.callback(process.join)
             stack.callback(process.terminate)
             # With one end open here, an ended process would not end the reading.
@@ -336,6 +342,7 @@ def compare(
             first = _received(of_torch, progress)
             if isinstance(first, Exception):
                 raise first
+            # Both processes run at once, so only torch's side shows its progress.
             second = _received(of_modkit)
             if isinstance(second, Exception):
                 built: Outcome = ("returns", "a model", [])

@@ -39,6 +39,7 @@ def define(nn: Any, home: str) -> dict[str, type]:
             self.first = nn.Linear(3, 4)
             self.norm = nn.BatchNorm1d(4)
             self.blocks = nn.ModuleList([Block(), Block(gain=0.5)])
+            # Special cases of each walk: shared modules, tied parameters, and None for a member.
             self.again = self.blocks[0]
             self.last = nn.Linear(4, 3, bias=False)
             self.tied = nn.Linear(4, 4)
@@ -71,6 +72,7 @@ def define(nn: Any, home: str) -> dict[str, type]:
 
     classes: dict[str, type] = {cls.__name__: cls for cls in (Block, Net, Scale, Pair)}
     for name, cls in classes.items():
+        # A pickle finds a class by these two, and would look for define.<locals>.Net otherwise.
         cls.__module__ = home
         cls.__qualname__ = name
     return classes

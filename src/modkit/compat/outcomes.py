@@ -39,6 +39,7 @@ class Library:
     name: Literal["torch", "modkit"]
 
     def __getattr__(self, dotted: str) -> Any:
+        # Copying and pickling ask for special methods, which are not modules.
         if dotted.startswith("__"):
             raise AttributeError(dotted)
         return importlib.import_module(f"{self.name}.{_NAMESPACES.get(dotted, dotted)}")
@@ -58,6 +59,7 @@ class Library:
         Returns:
             The network, in training mode.
         """
+        # For no device: the network is on the CPU, and others need not be initialized.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(1)
             return self.nets.Net()

@@ -38,6 +38,7 @@ class Options(NamedTuple):
     paths: Sequence[str] = ()
 
 
+# Without the variable, the plugin records nothing: it may be imported outside of a run.
 _options: Final = Options(**json.loads(os.environ.get(VARIABLE, '{"outcomes": ""}')))
 _worst: dict[str, dict[str, str]] = {}
 
@@ -51,6 +52,7 @@ def _write(**line: object) -> None:
 
 
 if _options.packages or _options.paths:
+    # In front of Python's own finders, which would import the modules as they are.
     sys.meta_path.insert(
         0,
         SwappedImports(
@@ -63,7 +65,9 @@ if _options.packages or _options.paths:
 
 def neutral(text: str) -> str:
     """Return a text without addresses, temporary folders and the name of the library."""
+    # Shorter numbers are not addresses, and a test may differ in them.
     text = re.sub(r"0x[0-9a-f]{6,}", "0x", text)
+    # The folder of tmp_path; workers of pytest-xdist have one each, named popen-gw0.
     text = re.sub(r"\S*pytest-of-\S+?/pytest-\d+(/popen-gw\d+)?", "TMP", text)
     return re.sub(r"\bmodkit\.(nn|jit|optim)\b", r"torch.\1", text)
 
@@ -82,6 +86,7 @@ def pytest_collectstart() -> None:
     _seed()
 
 
+# Before pytest's own hook, which sets up the fixtures: they may draw random numbers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed before each test, so that no test depends on the ones before it."""
@@ -94,11 +99,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         json.loads(text).get("test")
         for file in Path(_options.outcomes).glob("*.jsonl")
         for text in file.read_text(encoding="utf-8").splitlines()
+        # A process that was killed may have left half a line.
         if _options.outcomes and text.endswith("}")
     }
     ran = [item for item in items if neutral(item.nodeid) in before]
     if ran:
         config.hook.pytest_deselected(items=ran)
+        # In place, because pytest goes on with this list.
         items[:] = [item for item in items if item not in ran]
 
 
@@ -120,8 +127,10 @@ def pytest_runtest_makereport(
     report = yield
 
     outcome: str = report.outcome
+    # Pytest reports an expected failure as skipped, and an unexpected pass as passed.
     if hasattr(report, "wasxfail"):
         outcome = "xfailed" if report.skipped else "xpassed"
+    # Outside of the call, a fixture has failed and not the test: an error in pytest's summary.
     elif outcome == "failed" and report.when != "call":
         outcome = "error"
 

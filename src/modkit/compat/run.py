@@ -118,6 +118,7 @@ def _sentence(result: Outcome) -> str:
 def _differs(result: Result) -> tuple[str, str, str]:
     """Return where the outcomes of a case differ, and both values."""
     left, right = result.torch, result.modkit
+    # If one side raised and the other did not, both outcomes are shown as a whole.
     place = difference(left, right) if left[0] == right[0] else None
     if place is None:
         return "", _sentence(left), _sentence(right)
@@ -128,6 +129,7 @@ def _differs(result: Result) -> tuple[str, str, str]:
 def _verdict(result: Result) -> str:
     if result.kind == "unlisted":
         return "differs"
+    # Before the test for equality: a check that is skipped on both sides is equal.
     if result.torch[0] == "skipped":
         return f"skipped: {result.torch[1]}"
     if result.kind == "equal":
@@ -206,6 +208,7 @@ class Report:
         results = [
             {
                 **result._asdict(),
+                # As sentences: frozen outcomes may be long, and are tuples of nested data.
                 "torch": _sentence(result.torch),
                 "modkit": _sentence(result.modkit),
             }
@@ -229,6 +232,7 @@ class Report:
         for title, headings, rows in self.tables():
             lines.append(f"<h1>{html.escape(title)}</h1>\n<table>")
             for tag, row in [("th", headings), *(("td", row) for row in rows)]:
+                # The end tags of cells and rows are optional in HTML.
                 cells = [f"<{tag}>{html.escape(cell)}" for cell in row]
                 lines.append("".join(["<tr>", *cells]))
             lines.append("</table>")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 SIDES: Final = ("torch", "modkit")
+# How often a test that differs is run again on each side, to tell modkit's faults from chance.
 REPEATS: Final = 3
 # Exit codes of pytest after which there are outcomes to compare: all passed, some failed.
 _RAN: Final = (0, 1)
@@ -125,6 +126,8 @@ class Suite:
         """Return the command of a run of some tests."""
         # The hook that rewrites assertions would read the files itself, without modkit in them.
         command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "--tb=short"]
+        # The cache would write to the user's project, and a random order would differ between
+        # sides.
         command += ["-p", "no:cacheprovider", "-p", "no:randomly"]
         if self.processes:
             command += ["-n", str(self.processes)]
@@ -211,6 +214,7 @@ def recorded(folder: Path) -> Recorded:
                 record.outcomes[test] = outcome
                 record.tracebacks[test] = line.get("traceback", "")
             else:
+                # The start of a test. Its outcome replaces this, if the process gets so far.
                 record.outcomes.setdefault(line["test"], Outcome("cut off"))
     return record._replace(collected=collected)
 
@@ -246,6 +250,7 @@ def run(
     plugins = [os.environ.get("PYTEST_PLUGINS", ""), "modkit.compat.pytest_plugin"]
     environment = {
         **os.environ,
+        # Sets of strings then have the same order on both sides.
         "PYTHONHASHSEED": "0",
         **suite.environment,
         VARIABLE: json.dumps(options._asdict()),
@@ -257,6 +262,7 @@ def run(
         before = len(recorded(folder).outcomes)
         status = _wait(command, suite, environment, folder, progress)
         record = recorded(folder)
+        # Tests that are repeated may also crash: what has no outcome counts as not run.
         if status in _RAN or tests:
             return record
         # A new process leaves out the tests that are recorded, the one that crashed included.
@@ -282,6 +288,7 @@ def _wait(
             env=environment,
             stdout=log,
             stderr=log,
+            # A test that reads from the terminal fails at once, where it would wait for ever.
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -293,6 +300,7 @@ def _wait(
                     record = recorded(folder)
                     progress(len(record.outcomes) / max(record.collected, 1))
                 if suite.seconds is not None and time.monotonic() - started > suite.seconds:
+                    # As if tests had failed, so that those that ran are compared.
                     return 1
         finally:
             _end(process)
@@ -301,6 +309,7 @@ def _wait(
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and those that it has started."""
     if process.poll() is None:
+        # Windows has no process groups.
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
         else:
@@ -318,6 +327,7 @@ def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
             f"the process that ran the tests on {side} ended with signal {-status} in "
             f"{', '.join(tests) or 'no test'}; --keep-going runs the other tests"
         )
+    # Pytest calls a run interrupted if a file cannot be collected.
     if status == 2:
         return (
             f"pytest could not collect the tests on {side} (--keep-going runs the others): {last}"
@@ -368,9 +378,11 @@ def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
         torch: Outcomes of the test on torch: the first run, then the repeated ones.
         modkit: Outcomes on modkit.
     """
+    # Without the text of the exception, which may quote random numbers.
     words = {outcome[:2] for outcome in torch}
     if len(set(torch)) > 1 and {outcome[:2] for outcome in modkit} <= words:
         return _UNSTEADY_ON_TORCH
+    # Each repeated run gave what torch gave at first: modkit's first outcome was chance.
     if set(torch[1:]) == set(modkit[1:]) == {torch[0]}:
         return _EQUAL_AGAIN
     return ""
@@ -378,6 +390,7 @@ def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
 
 def selection(tests: Iterable[str]) -> list[str]:
     """Return the arguments that run tests again: those with addresses in their ids, by file."""
+    # Records have neutral ids, without addresses and temporary paths, which pytest does not know.
     return list(dict.fromkeys(t.split("::")[0] if "0x" in t or "TMP" in t else t for t in tests))
 
 
@@ -409,6 +422,7 @@ def compare_suite(
         for index, side in enumerate(SIDES):
 
             def advance(fraction: float, done: int = index) -> None:
+                # The index is a default: a closure would read the variable when it is called.
                 progress((done + fraction) / len(SIDES))
 
             records[side] = run(
@@ -420,6 +434,7 @@ def compare_suite(
             if side == "torch":
                 require_a_test(records[side].outcomes)
 
+        # Both runs were on torch, and a report of equal outcomes would say nothing of modkit.
         if not records["modkit"].swapped:
             raise SuiteError(
                 f"no module below {', '.join(map(str, suite.paths))} uses torch.nn, torch.jit or "

@@ -39,6 +39,7 @@ __all__ = ["EMACallback"]
 
 def _package() -> Any:
     for name in ("lightning.pytorch", "pytorch_lightning"):
+        # Not by trying to import, so that an error inside of Lightning is shown as it is.
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             return importlib.import_module(name)
     raise ModuleNotFoundError(
@@ -500,6 +501,7 @@ class EMACallback(Callback, NamesTheRightClass):
         # Another callback may save at the end of an epoch before this one is called.
         EMACallback.on_train_epoch_end(self, trainer, pl_module)
         state = self.ema.state_dict()
+        # The training weights are saved beside it, under the names of Lightning's state dict.
         state.pop("raw", None)
 
         average = self.members_of(trainer, checkpoint)
@@ -630,11 +632,13 @@ class _CheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         ema = self.callback.ema
+        # Trainer.dump_checkpoint() always writes its version, and leaves callbacks out for weights.
         weights_only = "pytorch-lightning_version" in checkpoint and "callbacks" not in checkpoint
         if weights_only and ema is not None and not has_shards(ema.model):
             average = self.callback.members_of(self.trainer, checkpoint)
             checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
 
+        # Lightning takes paths of fsspec: URLs, and chains such as simplecache::last.ckpt.
         is_local = "://" not in str(path) and "::" not in str(path) and storage_options is None
         # Torch's plugin copies the file from a folder for temporary files, which is not atomic.
         if is_local and type(self.inner) is _pl.plugins.TorchCheckpointIO:

@@ -55,6 +55,7 @@ _SHARDED: Final = (
 
 def _package() -> Any:
     try:
+        # Transformers can be imported without accelerate, which only its Trainer needs.
         importlib.import_module("accelerate")
         return importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -65,6 +66,7 @@ def _package() -> Any:
         ) from error
 
 
+# At import, since the base class of the callback is in it.
 _hf = _package()
 TrainerCallback: Any = _hf.TrainerCallback
 
@@ -216,6 +218,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
             with block(*args, **kwargs):
                 return inner(*args, **kwargs)
 
+        # On this Trainer alone: others of its class are not averaged.
         setattr(trainer, name, call)
 
     def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
@@ -279,6 +282,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
             return
         trainer = self._trainer
         args = trainer.args
+        # The condition of Trainer.evaluation_loop(), which keeps the dtype of a model in training.
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
             dtype = torch.float16 if args.fp16_full_eval else torch.bfloat16
             trainer.model.to(dtype=dtype, device=args.device)
@@ -402,6 +406,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
             self._is_training = False
             self._resumed = None
             if self.ema is not None:
+                # The averages stay; the optimizer may go on to train without them.
                 self.ema.detach()
 
     @contextmanager
@@ -431,10 +436,13 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         # Inside an evaluation the model holds the average.
         with ema.applied(index=self.index) if is_average else training_weights(ema, trainer.model):
             yield
+            # A model that the user saves is not a checkpoint, and only one rank writes files.
             if output_dir is None or not _internal_call or not trainer.args.should_save:
                 return
 
+            # The Trainer writes its state after the model, so the mark is in this checkpoint.
             trainer.state.stateful_callbacks.pop(MARK, None)
+            # Before the first update, the block has saved the training weights.
             if is_average and ema.n_averaged:
                 trainer.state.stateful_callbacks[MARK] = _mark(step)
             if not trainer.args.save_only_model:
@@ -442,6 +450,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
                 raw = state.pop("raw", {})
                 content = {
                     "ema": state,
+                    # Otherwise the model file has them.
                     "raw": raw if is_average else {},
                     "version": VERSION,
                     "global_step": step,
@@ -487,6 +496,7 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
         version = content["version"]
         saved_step = content["global_step"]
+    # Also a KeyError, if it is a file of another library.
     except Exception as error:
         message = (
             f"EMACallback: {path} cannot be read ({error}). The averages of this checkpoint are "
@@ -498,6 +508,7 @@ def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
     if version > VERSION:
         message = f"EMACallback: {path} has version {version}, newer than {VERSION}"
         raise ValueError(shown(message))
+    # The folder may be a copy, or the file may be left from an earlier run.
     if step not in (None, saved_step):
         message = f"EMACallback: {path} is of step {saved_step}, and the checkpoint of step {step}"
         raise ValueError(shown(message))

@@ -40,6 +40,7 @@ def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
     """
     if norm_type not in NORM_TYPES:
         raise AssertionError(f"norm_type must in {NORM_TYPES}")
+    # In place as in LightZero, although full backward hooks refuse that: another argument helps.
     return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
 
 
@@ -54,6 +55,7 @@ def renamed(owner: str, default: object, /, **names: Any) -> Any:
     Raises:
         TypeError: If the argument is given under both names.
     """
+    # Keyword arguments keep their order, so the older name is first.
     (old, value), (new, alias) = names.items()
     if alias is None:
         return value
@@ -88,6 +90,7 @@ def _norm_of_planes(
     if norm_type == "BN":
         return nn.BatchNorm2d(channels)
     factor = 16 if downsample else 1
+    # Rounded up, as by four halvings with kernel 3, stride 2 and padding 1.
     return nn.LayerNorm([channels, -(-shape[-2] // factor), -(-shape[-1] // factor)])
 
 
@@ -113,6 +116,7 @@ class ResBlock(nn.Module):
         stride: Stride of the first convolution and of the shortcut.
     """
 
+    # TorchScript takes a Final attribute for a constant, and so compiles only the branch in use.
     _downsamples: Final[bool]
 
     def __init__(
@@ -120,6 +124,7 @@ class ResBlock(nn.Module):
     ) -> None:
         super().__init__()
         self._downsamples = stride > 1
+        # Annotated, since type checkers take each attribute of a module for a Tensor or a Module.
         self.act: Any = activation
         self.conv1: nn.Sequential = _convolution(
             channels, out_channels, norm_type, activation, stride=stride
@@ -170,6 +175,7 @@ def _head(
     """
     width = widths[0]
     layers: list[nn.Module] = []
+    # The inputs of the layers: the features, and then the layer before.
     for in_features in [features, *[width] * (len(widths) - 1)]:
         norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
         layers += [nn.Linear(in_features, width), norm]
@@ -200,6 +206,7 @@ def _check_features(owner: nn.Module, kind: str, features: object) -> None:
     if not isinstance(features, Tensor) or get_tracing_state():
         return
 
+    # The name of the argument to correct, which is an attribute as well.
     name = f"flatten_output_size_for_{kind}_head"
     size = getattr(owner, name)
     planes = features.shape[1:]
@@ -252,6 +259,7 @@ class DownSample(nn.Module):
         self.conv1: nn.Conv2d = nn.Conv2d(
             observation_shape[0], half, 3, stride=2, padding=1, bias=False
         )
+        # Rounded down, and the convolution rounds up: with LayerNorm, the width must be even.
         halved = [length // 2 for length in observation_shape[-2:]]
         self.norm1: nn.Module = _norm_of_planes(norm_type, half, halved)
 
@@ -301,6 +309,7 @@ class SimNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map a tensor to one of the same shape whose groups each sum to 1."""
+        # This raises for a width that the size of a group does not divide.
         groups: Tensor = x.unflatten(-1, (-1, self.group_size))
         return groups.softmax(-1).flatten(-2)
 
@@ -465,6 +474,7 @@ class PredictionNetwork(nn.Module):
         super().__init__()
         act = checked(norm_type, activation)
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
+        # LightZero's order, which decides the random numbers; the result begins with the policy.
         self.conv1x1_value: nn.Conv2d = nn.Conv2d(num_channels, value_head_channels, 1)
         self.conv1x1_policy: nn.Conv2d = nn.Conv2d(num_channels, policy_head_channels, 1)
         norm = functools.partial(
@@ -601,6 +611,7 @@ class DynamicsNetwork(nn.Module):
             _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
         )
         self.norm_common: nn.Module = norm(channels)
+        # BatchNorm whatever norm_type is, as in LightZero.
         self.resblocks: nn.ModuleList = _blocks(num_res_blocks, channels, act, "BN")
         self.conv1x1_reward: nn.Conv2d = nn.Conv2d(channels, reward_head_channels, 1)
         self.norm_reward: nn.Module = norm(reward_head_channels)
@@ -648,14 +659,17 @@ class DynamicsNetwork(nn.Module):
             ValueError: If the network is in training mode and the batch is a single sample.
         """
         state_encoding = state_action_encoding[:, : -self.action_encoding_dim, :, :]
+        # A shortcut around the first convolution, for the latent state without the action.
         x = self.activation(self.norm_common(self.conv(state_action_encoding)) + state_encoding)
         for block in self.resblocks:
             x = block(x)
         next_latent_state = x
 
         x = self.activation(self.norm_reward(self.conv1x1_reward(x)))
+        # TorchScript cannot compile the check, which reads an attribute by its name.
         if not is_scripting():
             _check_features(self, "reward", x)
+        # A sequence of one step, since a search takes its steps one at a time.
         prefix, next_hidden_state = self.lstm(x.flatten(1).unsqueeze(0), reward_hidden_state)
         prefix = self.activation(self.norm_value_prefix(prefix.squeeze(0)))
         return next_latent_state, next_hidden_state, self.fc_reward_head(prefix)
@@ -678,6 +692,7 @@ class DynamicsNetwork(nn.Module):
         Returns:
             The mean over all elements, computed in double precision.
         """
+        # As in LightZero, the norms inside the blocks count, and norm_common does not.
         tensors = [self.conv.weight]
         for block in self.resblocks:
             tensors += block.parameters()

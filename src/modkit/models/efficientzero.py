@@ -143,6 +143,7 @@ class EfficientZeroModel(nn.Module):
     ) -> None:
         super().__init__()
         if discrete_action_encoding_type not in ("one_hot", "not_one_hot"):
+            # LightZero's assert statement raises this.
             raise AssertionError(discrete_action_encoding_type)
 
         self.reward_support_size: int = reward_support_size if categorical_distribution else 1
@@ -197,6 +198,7 @@ class EfficientZeroModel(nn.Module):
             downsample=self.downsample,
             **common,
         )
+        # Only now: the representation network has no linear layer, and does not take it.
         common["last_linear_layer_init_zero"] = self.last_linear_layer_init_zero
         self.dynamics_network: DynamicsNetwork = DynamicsNetwork(
             observation_shape=latent,
@@ -265,6 +267,7 @@ class EfficientZeroModel(nn.Module):
         hidden = (latent_state.new_zeros(shape), latent_state.new_zeros(shape))
         return EZNetworkOutput(
             value=value,
+            # A list as in LightZero: before the first action there is nothing to predict.
             value_prefix=[0.0] * obs.shape[0],
             policy_logits=policy_logits,
             latent_state=latent_state,
@@ -293,6 +296,7 @@ class EfficientZeroModel(nn.Module):
         action = action.reshape(-1, 1)
         if self.discrete_action_encoding_type == "one_hot":
             encoded = latent_state.new_zeros(len(action), self.action_space_size)
+            # Not by nn.functional.one_hot, whose result is int64 and would have to be cast.
             encoded.scatter_(1, action.long(), 1)
         else:
             # The quotient of integers has the default precision, as in LightZero.
@@ -337,5 +341,6 @@ class EfficientZeroModel(nn.Module):
         flat = latent_state.flatten(1)
         lowest = flat.amin(1, keepdim=True)
         highest = flat.amax(1, keepdim=True)
+        # Without the bound, the elements of a constant state would be 0 / 0.
         scaled = (flat - lowest) / (highest - lowest).clamp(min=1e-8)
         return scaled.reshape(latent_state.shape)
