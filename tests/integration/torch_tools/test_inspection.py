@@ -27,8 +27,13 @@ from tests.suites.probes.user_files import imported
 
 
 def shown(text: str) -> str:
-    """Return a text with torch's name for the base class, and without addresses and folders."""
+    """Return a text with torch's name for the base class, and without addresses and folders.
+
+    Once something was compiled in this process, torch's ``Module.__init__`` has lost its docstring to
+    a wrapper, and ``pydoc`` shows that of ``object``: what ``__init__`` inherits is left out.
+    """
     text = text.replace("modkit.nn.Module", "torch.nn.modules.module.Module")
+    text = re.sub(r"\n[ |]*Initialize (self\.|internal Module state).*", "", text)
     return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'(File )?"?/\S*/(\w+\.py)"?', r"\2", text))
 
 
