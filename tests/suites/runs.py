@@ -3,22 +3,11 @@
 import json
 import os
 import time
-from collections import Counter
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from modkit.compat.suite import (
-    NOT_RUN,
-    REPEATS,
-    Outcomes,
-    Suite,
-    differing,
-    require_a_test,
-    run,
-    selection,
-    unsteady,
-)
+from modkit.compat.suite import Suite, counted, repeated, require_a_test, run, unsteady
 from tests.suites.libraries import Library
 from tests.suites.trees import unpack
 
@@ -77,19 +66,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     require_a_test(sides["torch"])
 
-    doubtful = differing(sides)
-    runs = {test: {side: [sides[side].get(test, NOT_RUN)] for side in SIDES} for test in doubtful}
-    for repeat in range(REPEATS if doubtful else 0):
-        for side in SIDES:
-            again = run(
-                suites[side],
-                swap=side != "torch",
-                folder=records / f"{side}-{repeat}",
-                tests=selection(doubtful),
-            )
-            for test in doubtful:
-                runs[test][side].append(again.outcomes.get(test, NOT_RUN))
-
+    runs = repeated(suites, sides, records)
     unsteady_rows, differing_rows = [], []
     for test, outcomes in runs.items():
         changing = {unsteady(outcomes["torch"], outcomes[side]) for side in SIDES[1:]}
@@ -104,7 +81,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
         "version": library.version,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(seconds),
-        "sides": {side: counts(outcomes) for side, outcomes in sides.items()},
+        "sides": {side: counted(outcomes) for side, outcomes in sides.items()},
         "swapped modules": {side: len(first_runs[side].swapped) for side in SIDES[1:]},
         "differing": differing_rows,
         "unsteady": unsteady_rows,
@@ -113,8 +90,3 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
     }
     (folder / library.name / "row.json").write_text(json.dumps(row, indent=1), encoding="utf-8")
     return row
-
-
-def counts(outcomes: Outcomes) -> dict[str, int]:
-    """Return the number of tests by outcome."""
-    return dict(sorted(Counter(outcome.outcome for outcome in outcomes.values()).items()))

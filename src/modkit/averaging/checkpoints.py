@@ -59,7 +59,7 @@ def average_checkpoints(
         FileNotFoundError: If a file, or a shard of one, is missing.
         FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
-        ValueError: If there is no file, a file has other kinds of dtypes, a value is too large for
+        ValueError: If no file is given, a file has other kinds of dtypes, a value is too large for
             the dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
         ImportError: If a file is in the safetensors format, and the package is not installed.
 

@@ -295,7 +295,8 @@ def _wait(
         try:
             while True:
                 try:
-                    return process.wait(timeout=0.5)
+                    # Not more often: each look reads all records.
+                    return process.wait(timeout=2.0)
                 except subprocess.TimeoutExpired:
                     record = recorded(folder)
                     progress(len(record.outcomes) / max(record.collected, 1))
@@ -346,7 +347,7 @@ def require_a_test(outcomes: Outcomes) -> None:
     """
     if not {outcome.outcome for outcome in outcomes.values()} <= _NOTHING_RAN:
         return
-    counts = ", ".join(f"{number} {word}" for word, number in _counts(outcomes.values()).items())
+    counts = ", ".join(f"{number} {word}" for word, number in counted(outcomes).items())
     causes = Counter(outcome._replace(outcome="") for outcome in outcomes.values() if outcome.text)
     cause = "".join(f": {most.raised} {most.text}" for most, _ in causes.most_common(1))
     raise SuiteError(f"no test could be run on torch ({counts}), so nothing is compared{cause}")
@@ -392,6 +393,34 @@ def selection(tests: Iterable[str]) -> list[str]:
     """Return the arguments that run tests again: those with addresses in their ids, by file."""
     # Records have neutral ids, without addresses and temporary paths, which pytest does not know.
     return list(dict.fromkeys(t.split("::")[0] if "0x" in t or "TMP" in t else t for t in tests))
+
+
+def repeated(
+    suites: Mapping[str, Suite], firsts: Mapping[str, Outcomes], folder: Path
+) -> dict[str, dict[str, list[Outcome]]]:
+    """Run the tests again whose outcomes differ between the sides.
+
+    Args:
+        suites: The suite of each side; the one of "torch" runs without swapped imports.
+        firsts: The outcomes of the first run by side.
+        folder: Folder for what is recorded.
+
+    Returns:
+        The outcomes of each such test by side: the first run, then the repeated ones.
+    """
+    doubtful = differing(firsts)
+    runs = {test: {side: [firsts[side].get(test, NOT_RUN)] for side in suites} for test in doubtful}
+    for repeat in range(REPEATS if doubtful else 0):
+        for side, suite in suites.items():
+            again = run(
+                suite,
+                swap=side != "torch",
+                folder=folder / f"{side}-{repeat}",
+                tests=selection(doubtful),
+            )
+            for test in doubtful:
+                runs[test][side].append(again.outcomes.get(test, NOT_RUN))
+    return runs
 
 
 def compare_suite(
@@ -442,20 +471,13 @@ def compare_suite(
             )
 
         firsts = {side: record.outcomes for side, record in records.items()}
-        doubtful = differing(firsts)
-        runs = {side: {t: [firsts[side].get(t, NOT_RUN)] for t in doubtful} for side in SIDES}
-        for repeat in range(REPEATS if doubtful else 0):
-            for side in SIDES:
-                folder = Path(temporary) / f"{side}-{repeat}"
-                again = run(suite, swap=side == "modkit", folder=folder, tests=selection(doubtful))
-                for test in doubtful:
-                    runs[side][test].append(again.outcomes.get(test, NOT_RUN))
+        runs = repeated(dict.fromkeys(SIDES, suite), firsts, Path(temporary))
 
     return SuiteReport(
-        counts={side: _counts(outcomes.values()) for side, outcomes in firsts.items()},
+        counts={side: counted(outcomes) for side, outcomes in firsts.items()},
         differing=[
-            judged(test, runs["torch"][test], runs["modkit"][test], _traceback(records, test))
-            for test in doubtful
+            judged(test, sides["torch"], sides["modkit"], _traceback(records, test))
+            for test, sides in runs.items()
         ],
         swapped=sorted(records["modkit"].swapped),
         seconds=time.monotonic() - started,
@@ -474,9 +496,9 @@ def judged(
     return TestResult(test, kind, torch, modkit, reason, traceback)
 
 
-def _counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
+def counted(outcomes: Outcomes) -> dict[str, int]:
     """Return the number of tests by outcome."""
-    return dict(sorted(Counter(outcome.outcome for outcome in outcomes).items()))
+    return dict(sorted(Counter(outcome.outcome for outcome in outcomes.values()).items()))
 
 
 def _traceback(records: Mapping[str, Recorded], test: str) -> str:
