@@ -1,7 +1,7 @@
 """Features of weight-averaging libraries: each function returns True if a library's average has it.
 
-A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render.py --renew averaging_libraries` stores all outcomes, and
-`test_averaging_peer_table.py` compares the table with them.
+A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render.py --renew averaging_libraries` stores
+all outcomes, and `tests/integration/feature_tables` compares the table with them.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.integration.averaging_peers.peers import PEERS, Missing
+from tests.integration.averaging_peers.peers import PEERS
+from tests.integration.pages import answer
 
 
 REFUSALS = (RuntimeError, ValueError, AssertionError)
@@ -464,12 +465,5 @@ FEATURES = {
 
 
 def outcome(feature, library):
-    """Run one cell of the table: "yes" or "no".
-
-    Raises:
-        ModuleNotFoundError: The library is not installed.
-    """
-    try:
-        return "yes" if FEATURES[feature](PEERS[library]) else "no"
-    except Missing:
-        return "no"
+    """Run one cell of the table."""
+    return answer(FEATURES[feature], PEERS[library])

@@ -16,10 +16,7 @@ import torch
 
 import modkit
 from modkit import schedules
-
-
-class Missing(NotImplementedError):
-    """The library has no such option or method."""
+from tests.integration.pages import Missing
 
 
 def timm_model_ema():

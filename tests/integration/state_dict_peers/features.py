@@ -1,7 +1,7 @@
 """Features of the loading of state dicts: each function returns True if a library has it.
 
-A function takes a class of `tests.integration.state_dict_peers.peers`. `docs/render_peers.py --run` stores all outcomes,
-and `test_table.py` compares the table with them.
+A function takes a class of `tests.integration.state_dict_peers.peers`. `docs/render.py --renew state_dict_libraries` stores
+all outcomes, and `tests/integration/feature_tables` compares the table with them.
 """
 
 import contextlib
@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from tests.integration.state_dict_peers.peers import PEERS, Missing
+from tests.integration.pages import Missing, answer
+from tests.integration.state_dict_peers.peers import PEERS
 
 
 # A library says by one of these that a state dict does not fit. transformers raises ValueError.
@@ -158,12 +159,5 @@ FEATURES = {
 
 
 def outcome(feature, library):
-    """Run one cell of the table: "yes" or "no".
-
-    Raises:
-        ModuleNotFoundError: The library is not installed.
-    """
-    try:
-        return "yes" if FEATURES[feature](PEERS[library]()) else "no"
-    except Missing:
-        return "no"
+    """Run one cell of the table."""
+    return answer(FEATURES[feature], PEERS[library]())

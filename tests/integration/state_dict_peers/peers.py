@@ -19,10 +19,7 @@ from torch import nn
 
 import modkit
 from modkit import migrations as mig
-
-
-class Missing(NotImplementedError):
-    """The library has no such option or function."""
+from tests.integration.pages import Missing
 
 
 COUNT = itertools.count()
