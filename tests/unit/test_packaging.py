@@ -1,9 +1,13 @@
 import json
 import re
 import subprocess
+import sys
+from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import modkit
 from modkit._messages import install_extra
@@ -14,6 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 STRANGERS = re.compile(
     r"github\.com/modkit|readthedocs|https?://[^\s)]*modkit|pip install\b.*\bmodkit|modkit\[(?![-\d])"
 )
+# Imports all of modkit except what needs a package of its own, in the order of the names.
+IMPORT_ALL = """
+import importlib, json, pkgutil, sys
+sys.modules.update(dict.fromkeys(json.loads(sys.argv[1])))
+import modkit
+for module in pkgutil.walk_packages(modkit.__path__, "modkit."):
+    if not module.name.startswith(("modkit.integrations.", "modkit.compat.pytest_plugin")):
+        importlib.import_module(module.name)
+        print(module.name)
+"""
 # The documentation of mutmut.
 NO_STRANGERS = ("https://mutmut.readthedocs.io/",)
 
@@ -110,3 +124,30 @@ def test_hints_name_extras_that_exist():
     assert {"cli", "plot", "lightning", "transformers"} <= set(named)
     assert set(named) <= set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
     assert 'python -m pip install ".[cli]"' in install_extra("cli")
+
+
+def installed_with(name, extra=""):
+    """Return the names of the distributions that one needs, itself included."""
+    needed = {canonicalize_name(name)}
+    for line in requires(name) or []:
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            needed |= installed_with(requirement.name)
+    return needed
+
+
+def test_the_command_line_needs_no_package_that_its_extra_does_not_install():
+    """All modules are imported where what is installed is torch and the packages of [cli]."""
+    allowed = installed_with("torch-modkit", "cli")
+    refused = [
+        package
+        for package, distributions in packages_distributions().items()
+        if not allowed & set(map(canonicalize_name, distributions))
+    ]
+    assert "pytest" in refused
+
+    command = [sys.executable, "-c", IMPORT_ALL, json.dumps(refused)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert "modkit.cli._commands" in done.stdout.split()

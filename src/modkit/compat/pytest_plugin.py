@@ -1,7 +1,6 @@
 """pytest plugin of ``modkit compat --tests``: swaps imports, seeds each test, records outcomes.
 
-The variable ``MODKIT_COMPAT`` holds the options, as JSON of :class:`Options`, so that the workers
-of pytest-xdist have them before they import the first ``conftest.py``.
+The variable ``MODKIT_COMPAT`` holds its :class:`~modkit.compat.swapped_imports.Options`.
 """
 
 from __future__ import annotations
@@ -12,30 +11,21 @@ import random
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 
-from modkit.compat.swapped_imports import SwappedImports
+from modkit.compat.swapped_imports import VARIABLE, Options, SwappedImports
 
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator
 
-VARIABLE: Final = "MODKIT_COMPAT"
 # The worst outcome over setup, call, teardown and subtests is the outcome of a test.
 _SEVERITY: Final = ("passed", "xpassed", "skipped", "xfailed", "failed", "error")
 _TEXT: Final = 300  # characters of an exception's text that are compared
 _TRACEBACK: Final = 6_000  # characters of a traceback that are kept, from its end
-
-
-class Options(NamedTuple):
-    """Options of one run: where outcomes are written, and what imports modkit instead of torch."""
-
-    outcomes: str
-    packages: Sequence[str] = ()
-    paths: Sequence[str] = ()
 
 
 # Without the variable, the plugin records nothing: it may be imported outside of a run.

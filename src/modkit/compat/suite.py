@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from modkit.compat.pytest_plugin import VARIABLE, Options
+from modkit.compat.swapped_imports import VARIABLE, Options
 
 
 if TYPE_CHECKING:

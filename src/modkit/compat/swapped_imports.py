@@ -10,19 +10,30 @@ import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from modkit.compat.swap import swap_source
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Sequence
     from types import CodeType
 
 # Installed libraries may lie inside a project, in a virtual environment of its own.
 _INSTALLED: Final = {"site-packages", "dist-packages"}
 # Both sides run on torch, whose layers are also modkit's.
 _NEVER: Final = {"torch", "modkit"}
+# Holds the options of a run as JSON, so that the workers of pytest-xdist have them before they
+# import the first ``conftest.py``.
+VARIABLE: Final = "MODKIT_COMPAT"
+
+
+class Options(NamedTuple):
+    """Options of one run: where outcomes are written, and what imports modkit instead of torch."""
+
+    outcomes: str
+    packages: Sequence[str] = ()
+    paths: Sequence[str] = ()
 
 
 class _SwappingLoader(SourceFileLoader):
