@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         The public object, which is an attribute from then on.
 
     Raises:
-        AttributeError: The name is not public.
+        AttributeError: If the name is not public.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -30,7 +30,7 @@ def descend(
         leave: Called after the children of each module that was entered, with its state.
 
     Raises:
-        RecursionError: A module contains itself.
+        RecursionError: If a module contains itself.
     """
     # An iterator, so that the walk goes on behind a child after all that is below it.
     parent, children = root, iter(root._modules.items())

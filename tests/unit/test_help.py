@@ -111,7 +111,7 @@ def test_options_that_torch_lacks_are_documented() -> None:
 
     assert averaged.index("avg_fn (") < averaged.index("precision: ``")
     assert "sha256: Expected digest" in load
-    assert "FileError: The file is corrupt" in load
+    assert "FileError: If the file is corrupt" in load
 
 
 def test_without_docstrings() -> None:

@@ -80,8 +80,8 @@ def object_at(path: str) -> Any:
         Something callable.
 
     Raises:
-        TargetError: There is no such file, module or name, or it is not callable.
-        ModuleNotFoundError: The user's code imports another module that is not there.
+        TargetError: If there is no such file, module or name, or it is not callable.
+        ModuleNotFoundError: If the user's code imports another module that is not there.
     """
     home, _, name = path.rpartition(":")
     if not home or not name:
@@ -123,7 +123,7 @@ def build(target: Target) -> torch.nn.Module:
         The model.
 
     Raises:
-        TargetError: There is no such class or function, or it does not return a module.
+        TargetError: If there is no such class or function, or it does not return a module.
     """
     make = object_at(target.path)
     torch.manual_seed(0)
@@ -144,7 +144,7 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
         Positional and keyword inputs; None if the layers do not tell which shape they take.
 
     Raises:
-        TargetError: There is no such function.
+        TargetError: If there is no such function.
     """
     # Not the seed of the model: the inputs would repeat the random numbers of its first weights.
     torch.manual_seed(1)
@@ -319,8 +319,8 @@ def compare(
         A title, and a result for each check.
 
     Raises:
-        TargetError: The target or the inputs do not exist.
-        RuntimeError: The model cannot be built on torch, or a process ended.
+        TargetError: If the target or the inputs do not exist.
+        RuntimeError: If the model cannot be built on torch, or a process ended.
     """
     # Not forked: a new process has imported nothing of the user's.
     context = multiprocessing.get_context("spawn")

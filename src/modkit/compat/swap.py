@@ -27,7 +27,7 @@ def swap_source(source: str) -> str:
         The rewritten source; ``source`` itself if it uses none of these names.
 
     Raises:
-        SyntaxError: The source cannot be parsed.
+        SyntaxError: If the source cannot be parsed.
 
     Example:
         >>> print(swap_source("from torch import nn, optim"))

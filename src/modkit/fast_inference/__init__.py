@@ -44,9 +44,9 @@ def fast_inference(
         The model.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        RuntimeError: The model is in another block with the other value of ``fold_batch_norm``, or
-            it contains itself.
+        TypeError: If ``model`` is not a module.
+        RuntimeError: If the model is in another block with the other value of
+            ``fold_batch_norm``, or it contains itself.
 
     Example:
         >>> import torch, modkit, modkit.nn as nn

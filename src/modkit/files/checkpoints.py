@@ -76,13 +76,13 @@ def save_checkpoint(
             mapped from the file change or, if it gets shorter, end the process.
 
     Raises:
-        TypeError: ``load_checkpoint`` would refuse an entry, for instance a path or a module. The
-            text says where it is, and what to save instead. Nothing is written. Also for a file
+        TypeError: If ``load_checkpoint`` would refuse an entry, for instance a path or a module.
+            The text says where it is, and what to save instead. Nothing is written. Also for a file
             that is open as text.
-        ValueError: The checkpoint has more than 128 MB without its tensors.
-        OSError: The file cannot be written, with ``errno`` and the path. A note says if
+        ValueError: If the checkpoint has more than 128 MB without its tensors.
+        OSError: If the file cannot be written, with ``errno`` and the path. A note says if
             ``atomic=False`` would help.
-        AttributeError: ``path`` is neither a path nor a file.
+        AttributeError: If ``path`` is neither a path nor a file.
 
     Example:
         >>> from modkit import load_checkpoint, nn, save_checkpoint

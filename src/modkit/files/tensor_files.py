@@ -191,7 +191,8 @@ def state_dict_at(
         key: The key, with dots between those of nested dicts and lists; None for the whole content.
 
     Raises:
-        FileError: There is no state dict at the key, or an entry is not a tensor with plain memory.
+        FileError: If there is no state dict at the key, or an entry is not a tensor with plain
+            memory.
     """
     inner_key = ""
     state_dict = content

@@ -42,7 +42,7 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
         The files to write. That of modkit lists the buffers that are not persistent.
 
     Raises:
-        TypeError: A content is neither str nor bytes.
+        TypeError: If a content is neither str nor bytes.
     """
     files = dict(given or {})
     for name, content in files.items():
@@ -71,9 +71,9 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
         files: Extra files of the user, name to content.
 
     Raises:
-        TypeError: An extra file is neither str nor bytes.
-        RuntimeError: The folder does not exist, or compiled code calls a method of Python.
-        OSError: The file cannot be written.
+        TypeError: If an extra file is neither str nor bytes.
+        RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
+        OSError: If the file cannot be written.
     """
     save_compiled(module._c, target, with_record(module, files))
 
@@ -87,8 +87,8 @@ def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
         files: All extra files, name to content.
 
     Raises:
-        RuntimeError: The folder does not exist, or compiled code calls a method of Python.
-        OSError: The file cannot be written.
+        RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
+        OSError: If the file cannot be written.
     """
     is_path = isinstance(target, (str, os.PathLike))
     path = Path(cast("os.PathLike[str]", target)).absolute() if is_path else None
@@ -119,7 +119,7 @@ def read(
         The C++ module, and the files by name; one that the archive lacks is empty.
 
     Raises:
-        RuntimeError: Torch cannot load the archive, or this release of it reads no TorchScript.
+        RuntimeError: If torch cannot load the archive, or this release of it reads no TorchScript.
     """
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")

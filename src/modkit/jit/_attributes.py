@@ -128,7 +128,7 @@ def find(module: Any, name: str) -> Any:
         The value. A method is then kept in the dict, where the next access finds it.
 
     Raises:
-        AttributeError: There is no such name, in torch's words.
+        AttributeError: If there is no such name, in torch's words.
     """
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
@@ -159,8 +159,8 @@ def assign(module: Any, name: str, value: Any) -> None:
         value: The value, of the type that was compiled.
 
     Raises:
-        AttributeError: The name is a constant of the code.
-        RuntimeError: The value has another type, or is a new parameter, buffer or child.
+        AttributeError: If the name is a constant of the code.
+        RuntimeError: If the value has another type, or is a new parameter, buffer or child.
     """
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
@@ -223,8 +223,8 @@ def item(module: Any, index: Any) -> Any:
         The wrapper of the child, or a container of torch with several of them.
 
     Raises:
-        KeyError: The mapping has no such key.
-        IndexError: The sequence is shorter.
+        KeyError: If the mapping has no such key.
+        IndexError: If the sequence is shorter.
     """
     children: Children = module.__dict__["_modules"]
     if kind(module) == "mapping":

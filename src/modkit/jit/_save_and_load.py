@@ -28,9 +28,9 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
     times its size. Buffers that are not persistent stay so when the archive is loaded.
 
     Raises:
-        AttributeError: ``m`` is not compiled.
-        RuntimeError: The folder does not exist, or compiled code calls a method of Python.
-        OSError: The file cannot be written.
+        AttributeError: If ``m`` is not compiled.
+        RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
+        OSError: If the file cannot be written.
     """
     give_notice()
     files = dict(_extra_files or {})
@@ -80,12 +80,12 @@ def load(
         strict_extra_files: Whether a missing extra file is an error.
 
     Raises:
-        ValueError: The file does not exist or has another digest, or ``map_location`` is not a
+        ValueError: If the file does not exist or has another digest, or ``map_location`` is not a
             device.
-        KeyError: An extra file is missing and ``strict_extra_files`` is True.
-        FileError: The file is corrupt or not a TorchScript archive. The text names its format.
-        RuntimeError: The device is not available, or torch cannot load the archive.
-        TypeError: ``_extra_files`` is not a dict.
+        KeyError: If an extra file is missing and ``strict_extra_files`` is True.
+        FileError: If the file is corrupt or not a TorchScript archive. The text names its format.
+        RuntimeError: If the device is not available, or torch cannot load the archive.
+        TypeError: If ``_extra_files`` is not a dict.
 
     Example:
         >>> import io, torch

@@ -126,7 +126,7 @@ def script_method(fn: FunctionT) -> FunctionT:
         What the metaclass compiles; the method itself with ``PYTORCH_JIT=0``.
 
     Raises:
-        RuntimeError: The code uses Python that TorchScript does not support.
+        RuntimeError: If the code uses Python that TorchScript does not support.
 
     Example:
         >>> from modkit import jit
@@ -208,7 +208,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             The module of modkit, which shares all state.
 
         Raises:
-            TypeError: ``module`` is not a ScriptModule.
+            TypeError: If ``module`` is not a ScriptModule.
         """
         if not isinstance(cast("object", module), torch.jit.ScriptModule):
             raise TypeError(
@@ -234,7 +234,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         each instance whose constructor calls ``define`` runs its own code.
 
         Raises:
-            RuntimeError: The source does not compile, or the type has a method of that name.
+            RuntimeError: If the source does not compile, or the type has a method of that name.
         """
         names = names_of_frame(frames_up=1)
         cpp = self.__dict__.get("_c")
@@ -279,9 +279,9 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
         ``modkit.jit.save``.
 
         Raises:
-            TypeError: An extra file is neither str nor bytes.
-            RuntimeError: The folder does not exist, or compiled code calls a method of Python.
-            OSError: The file cannot be written.
+            TypeError: If an extra file is neither str nor bytes.
+            RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
+            OSError: If the file cannot be written.
         """
         _archives.save(self, f, _extra_files)
 
@@ -295,8 +295,8 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
             What ``modkit.jit.load`` and torch read.
 
         Raises:
-            TypeError: An extra file is neither str nor bytes.
-            RuntimeError: Compiled code calls a method of Python.
+            TypeError: If an extra file is neither str nor bytes.
+            RuntimeError: If compiled code calls a method of Python.
         """
         files = _archives.with_record(self, _extra_files)
         return cast("bytes", self._c.save_to_buffer(_extra_files=files))

@@ -76,7 +76,7 @@ def script(
         ``ScriptFunction`` for a function, the class itself for a class.
 
     Raises:
-        RuntimeError: The code uses Python that TorchScript does not support.
+        RuntimeError: If the code uses Python that TorchScript does not support.
 
     Example:
         >>> import torch
@@ -138,7 +138,7 @@ def trace(
         A ``ScriptModule`` for a module, a ``ScriptFunction`` for a function.
 
     Raises:
-        RuntimeError: An operation cannot be traced.
+        RuntimeError: If an operation cannot be traced.
         torch.jit.TracingCheckError: The check has run another graph, or has failed.
 
     Example:
@@ -192,8 +192,8 @@ def trace_module(
         A ``ScriptModule`` with the traced methods.
 
     Raises:
-        AttributeError: ``mod`` is not a module.
-        RuntimeError: An operation cannot be traced.
+        AttributeError: If ``mod`` is not a module.
+        RuntimeError: If an operation cannot be traced.
         torch.jit.TracingCheckError: The check has run another graph, or has failed.
     """
     # Before any other name is bound.
@@ -218,7 +218,7 @@ def interface(obj: ClassT) -> ClassT:
     modkit: The base of the class may also be ``modkit.nn.Module``.
 
     Raises:
-        RuntimeError: ``obj`` is not a class, or has other bases.
+        RuntimeError: If ``obj`` is not a class, or has other bases.
     """
     give_notice()
     if not isinstance(cast("object", obj), type):
@@ -257,7 +257,7 @@ def freeze(
         A new module; ``mod`` is not changed.
 
     Raises:
-        RuntimeError: ``mod`` is not a ScriptModule, or is in training mode.
+        RuntimeError: If ``mod`` is not a ScriptModule, or is in training mode.
 
     Example:
         >>> import torch
@@ -287,7 +287,7 @@ def optimize_for_inference(
         A new module, or ``mod`` itself where torch returns that.
 
     Raises:
-        RuntimeError: ``mod`` is not a ScriptModule.
+        RuntimeError: If ``mod`` is not a ScriptModule.
     """
     give_notice()
     with without_warnings_of_torch():

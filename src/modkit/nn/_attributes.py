@@ -61,7 +61,7 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
         **kwargs: Likewise, by name.
 
     Raises:
-        TypeError: There are arguments, and ``call_super_init`` is False.
+        TypeError: If there are arguments, and ``call_super_init`` is False.
     """
     # Dynamo has replaced torch's function in the class, and traces the one that torch wrote.
     if is_dynamo_compiling():
@@ -92,7 +92,7 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
         The new member, or its replacement.
 
     Raises:
-        TypeError: A hook has returned an object of another kind.
+        TypeError: If a hook has returned an object of another kind.
     """
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
     result = value
@@ -125,7 +125,7 @@ def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any
     work.
 
     Raises:
-        KeyError: The module has another attribute of that name.
+        KeyError: If the module has another attribute of that name.
     """
     if not isinstance(name, str) or "." in name or name == "":
         return False
@@ -148,11 +148,11 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
         param: A leaf of the autograd graph. None is not saved and not converted.
 
     Raises:
-        AttributeError: The class has not called ``super().__init__()``.
-        TypeError: ``param`` is not a parameter, ``name`` is not a string, or a registration hook
+        AttributeError: If the class has not called ``super().__init__()``.
+        TypeError: If ``param`` is not a parameter, ``name`` is not a string, or a registration hook
             has returned something else than a parameter.
-        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a parameter.
-        ValueError: ``param`` was computed, so it is not a leaf of the autograd graph.
+        KeyError: If ``name`` is empty, has a dot, or is an attribute that is not a parameter.
+        ValueError: If ``param`` was computed, so it is not a leaf of the autograd graph.
 
     modkit: If a global registration hook returns anything but a Parameter or None, a TypeError
     names the class, the parameter and the value. A hook may remove itself while it runs.
@@ -184,9 +184,9 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
         module: Any ``torch.nn.Module``. None keeps the name free of a module.
 
     Raises:
-        TypeError: ``module`` is neither a module nor None, ``name`` is not a string, or a
+        TypeError: If ``module`` is neither a module nor None, ``name`` is not a string, or a
             registration hook has returned something else than a module.
-        KeyError: ``name`` is empty, has a dot, or is an attribute that is not a child.
+        KeyError: If ``name`` is empty, has a dot, or is an attribute that is not a child.
 
     modkit: If a global registration hook returns anything but a module or None, a TypeError names
     the class, the child and the value. A hook may remove itself while it runs.

@@ -113,7 +113,7 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
         This module.
 
     Raises:
-        RecursionError: A module contains itself.
+        RecursionError: If a module contains itself.
 
     modkit: A tensor that is registered in several places is converted once, and stays one tensor.
     A module that contains itself raises a RecursionError that names it.
@@ -237,9 +237,9 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         This module.
 
     Raises:
-        TypeError: The dtype is neither floating point nor complex.
-        NotImplementedError: A tensor on the meta device has no data to move; see ``to_empty``.
-        RecursionError: A module contains itself.
+        TypeError: If the dtype is neither floating point nor complex.
+        NotImplementedError: If a tensor on the meta device has no data to move; see ``to_empty``.
+        RecursionError: If a module contains itself.
 
     modkit: A tensor that is registered in several places is converted once and stays one tensor,
     also if the conversion replaces it, as on the way to the meta device. A memory format applies to
@@ -309,7 +309,7 @@ def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], An
             This module.
 
         Raises:
-            RecursionError: A module contains itself.
+            RecursionError: If a module contains itself.
 
         modkit: A tensor that is registered in several places is cast once and stays one tensor. A
         module that contains itself raises a RecursionError that names it.
@@ -340,7 +340,7 @@ def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
         This module.
 
     Raises:
-        RecursionError: A module contains itself.
+        RecursionError: If a module contains itself.
 
     modkit: A module that contains itself raises a RecursionError that names it.
     """
@@ -376,8 +376,8 @@ def train(self: ModuleT, mode: bool = True) -> ModuleT:
         This module.
 
     Raises:
-        ValueError: ``mode`` is not a bool.
-        RecursionError: A module contains itself.
+        ValueError: If ``mode`` is not a bool.
+        RecursionError: If a module contains itself.
 
     modkit: A module that contains itself raises a RecursionError that names it.
     """

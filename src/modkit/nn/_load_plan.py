@@ -75,7 +75,7 @@ class Load:
             migrate: The function that a class declared, which returns the migrated entries.
 
         Raises:
-            RuntimeError: The entries cannot be migrated.
+            RuntimeError: If the entries cannot be migrated.
         """
         self.missing.clear()
         try:
@@ -113,7 +113,7 @@ class Load:
             strict: Whether missing and unexpected keys are errors.
 
         Raises:
-            RuntimeError: Something is wrong. Its notes say why, if that can be told.
+            RuntimeError: If something is wrong. Its notes say why, if that can be told.
         """
         if not (self.errors or self.missing or self.unexpected):
             return
@@ -335,7 +335,7 @@ def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
         What to write; None if a class or a hook takes part in loading.
 
     Raises:
-        RuntimeError: A class declares migrations, and the entries cannot be migrated.
+        RuntimeError: If a class declares migrations, and the entries cannot be migrated.
     """
     plan = Plan()
     classes = _PlannedClasses()

@@ -49,9 +49,9 @@ def load(
         The named tuple ``(missing_keys, unexpected_keys)``.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping.
+        TypeError: If ``state_dict`` is not a mapping.
         RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
-        RecursionError: A module contains itself.
+        RecursionError: If a module contains itself.
 
     modkit: Loading takes time linear in the number of modules. If no class and no hook takes part
     in it, nothing is written unless every entry fits. With ``assign=True``, tied parameters stay
@@ -82,9 +82,9 @@ def run_load(
         The load, with the keys that did not match.
 
     Raises:
-        TypeError: ``state_dict`` is not a mapping.
+        TypeError: If ``state_dict`` is not a mapping.
         RuntimeError: Lists all problems.
-        RecursionError: A module contains itself.
+        RecursionError: If a module contains itself.
     """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
@@ -150,8 +150,8 @@ def load_state_dict(
     Raises:
         RuntimeError: Lists all problems, if names do not match (``strict``) or tensors do not fit.
             The note below it says why, if that can be told from names and shapes.
-        TypeError: ``model`` is not a module, or ``state_dict`` is not a mapping.
-        RecursionError: A module contains itself.
+        TypeError: If ``model`` is not a module, or ``state_dict`` is not a mapping.
+        RecursionError: If a module contains itself.
 
     Warns:
         UserWarning: If ``strict`` is False and none of the parameters was loaded.

@@ -87,8 +87,8 @@ def state_dict(
         with those of the module.
 
     Raises:
-        RuntimeError: A hook of ``register_state_dict_post_hook`` returns a value.
-        RecursionError: A module contains itself.
+        RuntimeError: If a hook of ``register_state_dict_post_hook`` returns a value.
+        RecursionError: If a module contains itself.
 
     Warns:
         FutureWarning: There are positional arguments.

@@ -54,7 +54,7 @@ class _Seen:
             False if the walk has met it, or if it is in the memo.
 
         Raises:
-            TypeError: It cannot be hashed, and the caller's memo compares by hash.
+            TypeError: If it cannot be hashed, and the caller's memo compares by hash.
         """
         try:
             is_in_set = module in self.met
@@ -125,7 +125,7 @@ def named_modules(
         The name and the module. The name of this one is ``prefix``.
 
     Raises:
-        RecursionError: A module contains itself, and ``remove_duplicate`` is False.
+        RecursionError: If a module contains itself, and ``remove_duplicate`` is False.
 
     modkit: Without a ``memo``, modules are compared by identity, not by ``==``: equal ones are all
     yielded, and they need not be hashable. With ``remove_duplicate=False``, a module that contains
@@ -195,7 +195,7 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
         The modules.
 
     Raises:
-        RecursionError: A module contains itself, and ``remove_duplicate`` is False.
+        RecursionError: If a module contains itself, and ``remove_duplicate`` is False.
 
     modkit: Modules are compared by identity, not by ``==``: equal ones are all yielded, and they
     need not be hashable. With ``remove_duplicate=False``, a module that contains itself raises a

@@ -100,7 +100,7 @@ class ModuleType(_ProtocolType):
             The classes in the order in which attributes are looked up.
 
         Raises:
-            TypeError: The bases have no consistent order.
+            TypeError: If the bases have no consistent order.
         """
         bases = cls.__bases__
         if len(bases) == 1:
@@ -136,9 +136,9 @@ class ModuleType(_ProtocolType):
             ``subclass``, so that this can decorate a class.
 
         Raises:
-            AttributeError: This is ``Module``, which in torch is not an abstract class.
-            TypeError: ``subclass`` is not a class.
-            RuntimeError: This class derives from ``subclass``.
+            AttributeError: If this is ``Module``, which in torch is not an abstract class.
+            TypeError: If ``subclass`` is not a class.
+            RuntimeError: If this class derives from ``subclass``.
         """
         if cls is Module:
             raise AttributeError("type object 'Module' has no attribute 'register'")
