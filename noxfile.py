@@ -201,7 +201,7 @@ def stress(session: nox.Session) -> None:
 def mutation(session: nox.Session) -> None:
     """Plant bugs, then run a sample of mutmut's mutants; `-- --planted` for the first part only.
 
-    Both change a copy of the project. The sample takes an hour or more: `-- --count 20` is shorter.
+    The bugs are planted in a copy of the project. The sample takes an hour: `-- --count 20` is shorter.
     """
     install(session, "test", "mutation", extras="[cli,demo]")
     session.run("python", "-m", "tests.mutation.run", env=TEST_ENVIRONMENT)

@@ -249,10 +249,9 @@ def sampled() -> str:
         return ""
     rows = []
     for part in found["parts"]:
-        caught = part["killed"] + part["timeout"]
-        numbers = [f"{part['mutants']:,}", part["sample"], caught, f"{caught / part['sample']:.0%}"]
+        numbers = [part["sample"], part["killed"], f"{part['killed'] / part['sample']:.0%}"]
         rows.append([f"`{part['name']}`", *numbers])
-    shown = table(["part", "mutants", "sample", "caught", "score"], rows, numbers=True)
+    shown = table(["part", "sample", "caught", "score"], rows, numbers=True)
     return SAMPLE.format(**{**found, "rows": shown}) + f"\n\n{found.get('survivors', '')}"
 
 

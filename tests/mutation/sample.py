@@ -1,99 +1,68 @@
-"""Run a random sample of the mutants that mutmut makes of the modules and of the averages.
+"""Run a random sample of the mutants that mutmut makes of a room, against the tests of that room.
 
-python -m tests.mutation.sample --count 150 --seed 17
+python -m tests.mutation.sample --count 150 --seed 17 --part files
 
-Mutmut's own runner does not fit: it leaves decorated functions out, as most of those of a module are, and calls
-all others through a wrapper, where modkit compares functions by identity and warnings name a frame of the caller.
+Mutmut's own runner does not fit: it leaves decorated functions out, as most of those of a module are, and calls all
+others through a wrapper, where modkit compares functions by identity and warnings name a frame of the caller. Here the
+tests run once, and record which functions each of them calls. A mutant is the code of a function, replaced in a forked
+process, which runs the tests that call the function until one fails, the fastest first.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
+import os
 import random
+import signal
 import sys
-import tempfile
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import libcst as cst
+import pytest
+from coverage import Coverage
 from libcst.metadata import MetadataWrapper
 from mutmut.mutation.file_mutation import MutationVisitor
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import get_ignored_lines
 
-from tests.mutation.run import CAUGHT, FOUND, ROOT, copied, keep, run_tests, today
+from tests.mutation.run import FOUND, ROOT, keep, today
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
-_MODULES = {
-    "_attributes": "module/test_registration module/test_attributes module/test_failed_assignment "
-    "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks",
-    "_conversion": "module/test_conversion module/test_conversion_flags fixes/test_ties "
-    "fixes/test_memory_format module/test_modes module/test_devices",
-    "_hooks": "hooks/test_registration "
-    "fixes/test_backward_hooks hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
-    "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
-    "module/test_bad_load hooks/test_load_state_dict_hooks hooks/test_load_state_dict_results "
-    "module/test_mixed_trees ../unit/test_load_state_dict",
-    "_load_plan": "module/test_load_state_dict fixes/test_load module/test_load_overrides "
-    "module/test_bad_load module/test_mixed_trees fixes/test_cycles",
-    "_load_tensor": "module/test_load_state_dict fixes/test_load module/test_bad_load "
-    "module/test_load_overrides",
-    "_overrides": "module/test_override_contract module/test_call_order module/test_traversal "
-    "fixes/test_cycles module/test_state_dict module/test_conversion",
-    "_state_dict": "module/test_state_dict hooks/test_state_dict_hooks "
-    "module/test_call_order fixes/test_cycles",
-    "_traversal": "module/test_traversal fixes/test_hashing "
-    "module/test_call_order fixes/test_cycles module/test_large_trees",
-    "module": "module/test_classes module/test_override_contract "
-    "module/test_conversion module/test_state_dict module/test_traversal ../unit/test_surface",
-}
-_AVERAGES = {
-    "averages": "test_ema_update test_ema_precision test_flat_buffers test_ema_rebind test_ema_to "
-    "test_ema_resume test_broken_states test_devices",
-    "callback": "test_callback test_attach",
-    "checkpoints": "test_checkpoints",
-    "ema": "test_ema_update test_ema_swap test_ema_module test_attach test_ema_resume test_broken_states",
-    "copies": "test_ema_update test_watch test_both_faces test_averaged_model_options",
-    "engine": "test_ema_update test_watch test_masked_steps test_ema_rebind test_ema_to test_ema_resume "
-    "test_both_faces test_ema_swap test_averaged_model_options",
-    "foreign_states": "test_load_averages test_other_libraries test_broken_states",
-    "named_tensors": "test_ema_update test_watch test_load_averages test_ema_rebind test_both_faces "
-    "test_ema_module test_sharded",
-    "names": "test_ema_update test_watch test_load_averages test_ema_rebind",
-    "options": "test_ema_update test_both_faces test_averaged_model_options test_ema_to",
-    "plan": "test_ema_update test_watch test_masked_steps test_flat_buffers test_both_faces "
-    "test_averaged_model_options",
-    "posthoc": "test_posthoc_files test_posthoc_fit test_posthoc_training",
-    "precision": "test_ema_precision test_masked_steps test_ema_update test_averaged_model_options "
-    "test_posthoc_files",
-    "schedules": "test_schedules test_schedules_in_ema",
-    "sharding": "test_sharded test_export_average",
-    "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
-    "state_checks": "test_broken_states test_load_averages test_other_libraries",
-    "swap": "test_ema_swap test_ema_module test_callback test_sharded",
-    "watch": "test_watch test_ema_update test_ema_rebind test_ema_swap",
-}
-# The tests of each part and file, which alone are run for its mutants.
+    from coverage import CoverageData
+
+SOURCE = ROOT / "src" / "modkit"
+# The source of each part, and the tests that are run for its mutants.
 PARTS = {
-    "nn": {file: [f"tests/parity/{t}.py" for t in all_.split()] for file, all_ in _MODULES.items()},
-    "averaging": {
-        file: [f"tests/unit/averaging/{t}.py" for t in all_.split()]
-        for file, all_ in _AVERAGES.items()
-    },
+    "nn": ("nn _tree.py", "parity/module parity/hooks parity/fixes unit/test_surface.py"),
+    "averaging": ("averaging optim", "unit/averaging parity/averaging parity/fixes"),
+    "files": ("files", "unit/files unit/cli fuzz"),
+    "jit": ("jit", "parity/jit unit/jit"),
+    "fast_inference": ("fast_inference", "parity/fast_inference integration/fast_inference"),
+    "migrations": (
+        "migrations _renames.py _mismatches.py _layer_lists.py nn/_load_matching.py",
+        "unit/migrations unit/load unit/cli/test_migrate.py unit/cli/test_diff.py property/test_migrations.py",
+    ),
 }
-LIMIT = 900.0
+# A forked process cannot use the threads of the one before, so tests that compile are left out.
+LEFT_OUT = "not compile and not inductor"
+# Seconds: of a test that is run, and without a test that ends.
+SLOW, LIMIT = 4.0, 45.0
 
 
 class _Visitor(MutationVisitor):  # type: ignore[misc]
-    """Finds mutations in decorated functions too, since the source itself is changed."""
+    """Finds mutations in decorated functions too, since the code itself is replaced."""
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.FunctionDef) and node.decorators:
@@ -107,8 +76,8 @@ def mutants_of(file: Path) -> list[Callable[[], str]]:
     wrapper = MetadataWrapper(cst.parse_module(source))
     visitor = _Visitor(mutation_operators, get_ignored_lines(str(file), source, wrapper, None))
     module = wrapper.visit(visitor)
-    found = [one for one in visitor.mutations if one.contained_by_top_level_function is not None]
-    return [partial(_replaced, module, one.original_node, one.mutated_node) for one in found]
+    mutations = [m for m in visitor.mutations if m.contained_by_top_level_function is not None]
+    return [partial(_replaced, module, m.original_node, m.mutated_node) for m in mutations]
 
 
 def _replaced(module: cst.Module, old: cst.CSTNode, new: cst.CSTNode) -> str:
@@ -123,39 +92,203 @@ def difference(before: str, after: str) -> str:
     return f"{number}: {old.strip()} -> {new.strip()}"
 
 
-def run_part(
-    name: str, count: int, seed: int, folder: Path, minutes: float = math.inf
-) -> dict[str, Any]:
-    """Run a sample of the mutants of one part; return the figures and the mutants that survived."""
-    ends = time.monotonic() + 60 * minutes
-    sources = {
-        file: mutants_of(ROOT / "src" / "modkit" / name / f"{file}.py") for file in PARTS[name]
-    }
-    every = [(file, number) for file, mutants in sources.items() for number in range(len(mutants))]
-    chosen = random.Random(seed).sample(every, min(count, len(every)))
-    found: dict[str, Any] = {"name": name, "mutants": len(every), "sample": 0}
-    found |= {"killed": 0, "timeout": 0, "survived": []}
-    for file, number in chosen:
-        if time.monotonic() > ends:
-            break
-        found["sample"] += 1
-        path = folder / "src" / "modkit" / name / f"{file}.py"
-        intact, mutant = path.read_text(encoding="utf-8"), sources[file][number]()
-        path.write_text(mutant, encoding="utf-8")
-        status, failed = run_tests(
-            folder, "-x", "-o", "timeout=120", *PARTS[name][file], limit=LIMIT
+def codes_of(code: CodeType, place: str = "") -> dict[str, CodeType]:
+    """Return the code of each function in some code, by its place: names, and numbers of equal names."""
+    codes: dict[str, CodeType] = {}
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for constant in inner:
+        number = sum(f"{place}.{constant.co_name}#{i}" in codes for i in range(len(inner)))
+        where = f"{place}.{constant.co_name}#{number}"
+        codes[where] = constant
+        codes |= codes_of(constant, where)
+    return codes
+
+
+def behavior(code: CodeType) -> tuple[object, ...]:
+    """Return what a code object does, without its lines."""
+    constants = [
+        behavior(constant) if isinstance(constant, CodeType) else (type(constant), repr(constant))
+        for constant in code.co_consts
+    ]
+    return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, tuple(constants))
+
+
+class Mutant(NamedTuple):
+    """A changed file, as the new code of some functions of this process."""
+
+    text: str
+    functions: dict[CodeType, CodeType]
+
+
+def mutants(source: str, seed: int) -> Iterator[Mutant]:
+    """Make the mutants of a part in random order, except those that this process cannot become."""
+    files = [
+        file
+        for name in source.split()
+        for file in (
+            [SOURCE / name] if name.endswith(".py") else sorted((SOURCE / name).rglob("*.py"))
         )
-        path.write_text(intact, encoding="utf-8")
-        what = f"{file}.py:{difference(intact, mutant)}"
-        if status in CAUGHT:
-            found["killed"] += 1
-        elif status:
-            found["timeout"] += 1
-        else:
-            found["survived"].append(what)
-        sys.stdout.write(f"{name} {failed[0] if failed else status or 'SURVIVED'}: {what}\n")
-        sys.stdout.flush()
-    return found
+    ]
+    every = [(file, mutant) for file in files for mutant in mutants_of(file)]
+    random.Random(seed).shuffle(every)
+
+    living = {o.__code__ for o in gc.get_objects() if type(o) is FunctionType}
+    by_place = {(code.co_filename, code.co_name, code.co_firstlineno): code for code in living}
+    for file, mutant in every:
+        before, after = file.read_text(encoding="utf-8"), mutant()
+        try:
+            old = codes_of(compile(before, str(file), "exec"))
+            new = codes_of(compile(after, str(file), "exec"))
+        except SyntaxError:
+            continue
+        # The type of `cast` is for readers and type checkers.
+        if set(old) != set(new) or "cast(None" in after:
+            continue
+        functions = {
+            by_place[where]: new[place]
+            for place, code in old.items()
+            if behavior(code) != behavior(new[place])
+            and (where := (code.co_filename, code.co_name, code.co_firstlineno)) in by_place
+        }
+        if functions:
+            text = f"{file.relative_to(SOURCE).as_posix()}:{difference(before, after)}"
+            yield Mutant(text, functions)
+
+
+def become(mutant: Mutant) -> None:
+    """Replace the code of each function of this process that a mutant changes."""
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__ in mutant.functions:
+            function.__code__ = mutant.functions[function.__code__]
+
+
+def tests_of(mutant: Mutant, recorded: CoverageData) -> set[str]:
+    """Return the tests that run a line of the functions that a mutant changes."""
+    tests: set[str] = set()
+    for code in mutant.functions:
+        contexts = recorded.contexts_by_lineno(code.co_filename)
+        # The first line also runs when the function is defined, and has no instruction of its body.
+        lines = {line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}
+        tests.update(test for line in lines for test in contexts.get(line, ()))
+    return tests
+
+
+def run_test(item: pytest.Item, following: pytest.Item | None = None) -> None:
+    """Run a test with the marks and the filters of warnings that pytest gives it."""
+    item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+@dataclass
+class Runner:
+    """A plugin of pytest: runs each test once, then the tests of each mutant."""
+
+    source: str
+    count: int
+    seed: int
+    minutes: float
+    failed: list[str] = field(default_factory=list)
+    results: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a test that has failed."""
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run all of it, in place of pytest's own loop."""
+        session.config.pluginmanager.unregister(name="terminalreporter")
+        coverage = Coverage(data_file=None, source=[str(SOURCE)], config_file=False)
+        coverage.start()
+        for item, following in zip(session.items, [*session.items[1:], None], strict=True):
+            coverage.switch_context(item.nodeid)
+            started = time.monotonic()
+            run_test(item, following)
+            self.seconds[item.nodeid] = time.monotonic() - started
+        coverage.stop()
+        recorded = coverage.get_data()
+
+        usable = [item for item in session.items if self.seconds[item.nodeid] < SLOW]
+        usable.sort(key=lambda item: self.seconds[item.nodeid])
+        # A test that fails, or does not end, in a forked process cannot tell a mutant there.
+        untried = usable
+        usable = []
+        while untried:
+            bad = self._first_failing(untried, Mutant("", {}))
+            names = [item.nodeid for item in untried]
+            passed = names.index(bad) if bad in names else len(names)
+            usable += untried[:passed]
+            untried = untried[passed + 1 :]
+            if bad:
+                sys.stderr.write(f"left out: {bad}\n")
+        sys.stderr.write(f"{len(usable)} of {len(session.items)} tests\n")
+
+        ends = time.monotonic() + 60 * self.minutes
+        for mutant in mutants(self.source, self.seed):
+            if len(self.results) >= self.count or time.monotonic() > ends:
+                break
+            reached = tests_of(mutant, recorded)
+            chosen = [item for item in usable if item.nodeid in reached]
+            result = self._first_failing(chosen, mutant)
+            self.results[mutant.text] = result
+            sys.stderr.write(f"{len(self.results)} {result or 'SURVIVED'}: {mutant.text}\n")
+        return True
+
+    def _first_failing(self, items: list[pytest.Item], mutant: Mutant) -> str:
+        """Return the first test that fails, crashes or hangs in a forked process, or an empty text."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            os.close(reader)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, 1)
+            os.dup2(nowhere, 2)
+            try:
+                become(mutant)
+                self._run_until_one_fails(items, writer)
+            finally:
+                os._exit(0)
+
+        os.close(writer)
+        last, ended = "", False
+        with os.fdopen(reader, encoding="utf-8") as lines:
+            previous = signal.signal(signal.SIGALRM, lambda *_: os.killpg(child, signal.SIGKILL))
+            signal.alarm(math.ceil(LIMIT))
+            for line in lines:
+                signal.alarm(math.ceil(LIMIT))
+                ended = line == "end\n"
+                last = last if ended else line.strip()
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, previous)
+        os.waitpid(child, 0)
+        return "" if ended else last or "no test could be started"
+
+    def _run_until_one_fails(self, items: list[pytest.Item], writer: int) -> None:
+        """Write the name of each test that starts, and "end" if none has failed."""
+        for item in items:
+            os.write(writer, f"{item.nodeid}\n".encode())
+            self.failed.clear()
+            run_test(item)
+            if self.failed:
+                return
+        os.write(writer, b"end\n")
+
+
+def run_part(name: str, count: int, seed: int, minutes: float = math.inf) -> dict[str, Any]:
+    """Run a sample of the mutants of one part; return the figures and the mutants that survived."""
+    source, tests = PARTS[name]
+    runner = Runner(source, count, seed, minutes)
+    paths = [str(ROOT / "tests" / path) for path in tests.split()]
+    pytest.main(
+        ["-q", "-p", "no:cacheprovider", "--timeout=0", "-k", LEFT_OUT, *paths],
+        plugins=[runner],
+    )
+
+    survived = [text for text, result in runner.results.items() if not result]
+    sample = len(runner.results)
+    return {"name": name, "sample": sample, "killed": sample - len(survived), "survived": survived}
 
 
 def main() -> None:
@@ -165,17 +298,27 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop each part after that")
     parser.add_argument("--part", choices=[*PARTS])
+    parser.add_argument("--out", type=Path, help="write the figures there, and not into the page")
     given = parser.parse_args()
-    known = (
-        json.loads(FOUND.read_text(encoding="utf-8")).get("sample", {}) if FOUND.exists() else {}
-    )
-    parts = {part["name"]: part for part in known.get("parts", [])}
-    with tempfile.TemporaryDirectory() as name:
-        folder = copied(Path(name))
-        for part in [given.part] if given.part else PARTS:
-            parts[part] = run_part(part, given.count, given.seed, folder, given.minutes)
-    figures = {**today(), "seed": given.seed, "mutmut": version("mutmut")}
-    keep(sample={**known, **figures, "parts": [parts[part] for part in PARTS if part in parts]})
+
+    # A process for each part: pytest imports the tests of one into it.
+    if given.part is None:
+        for part in PARTS:
+            os.spawnv(
+                os.P_WAIT,
+                sys.executable,
+                [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--part", part],
+            )
+        return
+
+    figures = run_part(given.part, given.count, given.seed, given.minutes)
+    if given.out:
+        given.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
+        return
+    known = json.loads(FOUND.read_text(encoding="utf-8")).get("sample", {})
+    parts = {old["name"]: old for old in known.get("parts", [])} | {given.part: figures}
+    run = {**today(), "seed": given.seed, "mutmut": version("mutmut")}
+    keep(sample={**known, **run, "parts": [parts[name] for name in PARTS if name in parts]})
 
 
 if __name__ == "__main__":
