@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import modkit
-from modkit import schedules
-from tests.xla.recipes import agree, end_step, inputs, network, on_host, train
+from tests.xla.recipes import agree, end_step, network, on_host, train
 from tests.xla.test_ema_updates import PRECISIONS, SCHEDULES
 
 
@@ -82,45 +81,6 @@ def test_a_loaded_state_stays_intact(precision: str, device: torch.device) -> No
     torch.testing.assert_close(on_host(state["averages"]), before, rtol=0, atol=0)
 
 
-def test_callback_with_resume(tmp_path: Path, device: torch.device) -> None:
-    """The callback averages, evaluates and resumes as it does on the CPU."""
-
-    def steps(net: Any, optimizer: Any, first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.zero_grad()
-            net(inputs(net[0].weight.device, step)).square().mean().backward()
-            optimizer.step()
-            end_step()
-
-    def scenario(place: torch.device) -> object:
-        net = network(place)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        callback = modkit.EMACallback(net, optimizer, decay=[0.9, 0.99], index=1)
-        steps(net, optimizer, 0, 4)
-        net.eval()
-        with callback.evaluating():
-            first = on_host(net(inputs(place)))
-        callback.on_validation_start()
-        second = on_host(net(inputs(place)))
-        callback.on_validation_end()
-        net.train()
-        path = tmp_path / f"{place.type}.pt"
-        modkit.save_checkpoint({"net": net.state_dict(), "ema": callback.state_dict()}, path)
-
-        other = network(place)
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        again = modkit.EMACallback(other, optimizer, decay=[0.9, 0.99], index=1)
-        state = modkit.load_checkpoint(path)
-        modkit.load_state_dict(other, state["net"])
-        again.load_state_dict(state["ema"])
-        steps(other, optimizer, 4, 7)
-        again.swap_to_average_at_end = True
-        again.on_train_end()
-        return first, second, other.state_dict(), dict(again.ema.named_averages(1))
-
-    agree(scenario, device, rtol=1e-4, atol=1e-5)
-
-
 def test_averages_after_the_fact(tmp_path: Path, device: torch.device) -> None:
     """`PostHocEMA` saves snapshots of the device, and reconstructs a width into a model there."""
 
@@ -173,31 +133,3 @@ def test_files(map_location: str | None, tmp_path: Path, device: torch.device) -
 
     assert {one.device for one in found.values()} == {one.device for one in expected.values()}
     torch.testing.assert_close(on_host(found), on_host(expected), rtol=0, atol=0)
-
-
-def test_reading_a_file_to_the_device_is_refused_by_torch(
-    tmp_path: Path, device: torch.device
-) -> None:
-    """torch_xla registers no place for storages, so modkit raises the error of torch."""
-    modkit.save_checkpoint({"net": network("cpu").state_dict()}, tmp_path / "cpu.pt")
-    for load in (torch.load, modkit.load_checkpoint):
-        with pytest.raises(RuntimeError, match="don't know how to restore data location") as caught:
-            load(tmp_path / "cpu.pt", map_location=device)
-        assert type(caught.value) is RuntimeError
-
-
-def test_a_schedule_of_a_loaded_state(device: torch.device) -> None:
-    """The equal average of eight models is their mean, also if it was saved after four."""
-    net = torch.nn.Linear(1, 1, bias=False).to(device)
-    ema = modkit.EMA(net, schedule=schedules.Equal())
-    for value in range(8):
-        with torch.no_grad():
-            net.weight.fill_(value)
-        ema.update()
-        end_step()
-        if value == 3:
-            state = ema.state_dict()
-            ema = modkit.EMA(net, schedule=schedules.Equal())
-            ema.load_state_dict(state)
-
-    assert dict(ema.named_averages())["weight"].item() == pytest.approx(3.5, rel=1e-5)

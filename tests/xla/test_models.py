@@ -50,18 +50,6 @@ def test_inference(training: bool, fast: bool, device: torch.device) -> None:
     agree(scenario, device, **CLOSE)
 
 
-def test_gradients(device: torch.device) -> None:
-    """The gradients behind an initial inference are those of the CPU; compiling more takes minutes."""
-
-    def scenario(place: torch.device) -> object:
-        # In evaluation mode torch_xla has no gradients of batch normalization.
-        model = efficient_zero(place).train()
-        sum(one.square().mean() for one in searched(model, place, steps=0)).backward()
-        return [one.grad for one in model.parameters() if one.grad is not None]
-
-    agree(scenario, device, rtol=1e-3, atol=1e-5)
-
-
 def test_steps_of_a_search_compile_once(device: torch.device) -> None:
     """After the first search nothing is compiled, and nothing is read."""
     model = efficient_zero(device).eval()
@@ -96,20 +84,3 @@ def test_dynamics(res_connection: bool, device: torch.device) -> None:
         return *net(planes, hidden), net.get_dynamic_mean(), net.get_reward_mean()[1]
 
     agree(scenario, device, **CLOSE)
-
-
-def test_average_of_a_network(device: torch.device) -> None:
-    """An average of the network has the values of the CPU, and its updates read nothing."""
-
-    def scenario(place: torch.device) -> object:
-        model = efficient_zero(place)
-        ema = modkit.EMA(model, decay=0.9)
-        for step in range(4):
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.mul_(1 - 0.1 * step)
-            ema.update()
-            end_step()
-        return dict(ema.named_averages())
-
-    agree(scenario, device)

@@ -1,8 +1,6 @@
 """Tools that look at classes, hooks and traces find inside `modkit.fast_inference` what they find outside."""
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +15,7 @@ import modkit
 from tests.cases import for_each
 from tests.helpers import freeze, seed_everything
 from tests.integration.fast_inference.zoo import Entry, named
-from tests.integration.image_networks import image_net, images, scaled_net
+from tests.integration.image_networks import image_net, images
 
 
 # Warnings of the tools about their own code, inside and outside.
@@ -60,15 +58,6 @@ def torchinfo_summary(net: torch.nn.Module) -> object:
     return str(summary), summary.total_mult_adds, summary.total_params
 
 
-def lightning_summary(net: torch.nn.Module) -> object:
-    """Put hooks on every layer of a network in a LightningModule."""
-    lightning = need("lightning.pytorch")
-    holder = lightning.LightningModule()
-    holder.net, holder.example_input_array = net, images(1)
-    holder.forward = net.forward
-    return str(need("lightning.pytorch.utilities.model_summary").ModelSummary(holder, max_depth=-1))
-
-
 def thop_profile(net: torch.nn.Module) -> object:
     """Count operations by exact class, with a hook and two buffers for each layer."""
     return need("thop").profile(net, (images(1),), verbose=False)
@@ -81,11 +70,6 @@ def ptflops_count(net: torch.nn.Module, backend: str) -> object:
         net, (3, 10, 10), as_strings=False, backend=backend, ost=table
     )
     return counts, table.getvalue()
-
-
-def torch_pruning_count(net: torch.nn.Module) -> object:
-    """Count operations by class with hooks."""
-    return need("torch_pruning.utils").count_ops_and_params(net, images(1))
 
 
 def fvcore_count(net: torch.nn.Module) -> object:
@@ -122,22 +106,9 @@ def module_tracker(net: torch.nn.Module) -> object:
     return seen
 
 
-def profiler_names(net: torch.nn.Module) -> object:
-    """List the operators that the profiler sees."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        net(images(1))
-    return [event.name for event in profile.events() if event.name.startswith("aten::")]
-
-
 def captum_attribution(net: torch.nn.Module, method: str) -> object:
     """Attribute a score to the input: by gradients, and by rules for classes with hooks."""
     return getattr(need("captum.attr"), method)(net).attribute(images(), target=1)
-
-
-def captum_layer_attribution(net: torch.nn.Module, method: str) -> object:
-    """Attribute a score to the output of a layer, read with hooks."""
-    layer = net.get_submodule("conv")
-    return getattr(need("captum.attr"), method)(net, layer).attribute(images(), target=1)
 
 
 def torch_pruning_prune(net: torch.nn.Module) -> object:
@@ -147,17 +118,6 @@ def torch_pruning_prune(net: torch.nn.Module) -> object:
     group = graph.get_pruning_group(net.conv, tp.prune_conv_out_channels, idxs=[0, 2, 5])
     group.prune()
     return str(group), repr(net), net(images())
-
-
-def backpack_second_order(net: torch.nn.Module) -> object:
-    """Compute gradients of each sample with extensions by exact class."""
-    backpack, extensions = need("backpack"), need("backpack.extensions")
-    extended = backpack.extend(net.get_submodule("body").train())
-    loss = backpack.extend(torch.nn.MSELoss())
-    with backpack.backpack(extensions.BatchGrad()):
-        out = extended(torch.randn(2, 8, 4, 4))
-        loss(out, torch.zeros_like(out)).backward()
-    return {name: p.grad_batch for name, p in extended.named_parameters()}
 
 
 def opacus_samples(net: torch.nn.Module) -> object:
@@ -223,15 +183,6 @@ def torchao_quantize(net: torch.nn.Module) -> object:
     return result
 
 
-def eager_quantization(net: torch.nn.Module) -> object:
-    """Replace linear layers by dynamically quantized ones, in place."""
-    ao = need("torch.ao.quantization")
-    ao.quantize_dynamic(net, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
-    result = [type(module).__name__ for module in net.modules()], net(images())
-    net.head = torch.nn.Linear(16, 3)
-    return result
-
-
 def eager_fusion(net: torch.nn.Module) -> object:
     """Put one layer for three in their place."""
     ao = need("torch.ao.quantization")
@@ -239,75 +190,29 @@ def eager_fusion(net: torch.nn.Module) -> object:
     return [type(module).__name__ for module in fused.modules()], fused(images())
 
 
-def fx_fusion(net: torch.nn.Module) -> object:
-    """Trace a copy and fold its normalization."""
-    from torch.fx.experimental import optimization
-
-    fused = optimization.fuse(net)
-    return [type(module).__name__ for module in fused.modules()], fused.code, fused(images())
-
-
-def ema_pytorch_copy(net: torch.nn.Module) -> object:
-    """Average with a deep copy of the network."""
-    ema = need("ema_pytorch").EMA(net, beta=0.9, update_every=1, update_after_step=0)
-    with torch.no_grad():
-        net.get_parameter("head.weight").add_(1.0)
-    ema.update()
-    return ema(images()), attributes(ema.ema_model)
-
-
-def jit_trace(net: torch.nn.Module) -> object:
-    """Trace with the tracer of TorchScript."""
-    x = images()
-    traced = torch.jit.trace(net, x)
-    return traced(x), [name for name, _ in traced.named_modules()]
-
-
-def copies(net: torch.nn.Module) -> object:
-    """Copy the layers; the copies have the attributes of plain layers.
-
-    The children of a shallow copy are those of the original.
-    """
-    copied, x = [copy.deepcopy(net.body), pickle.loads(pickle.dumps(net.body))], images()
-    shallow = copy.copy(net)
-    seen = [(attributes(each), each(torch.ones(1, 8, 4, 4))) for each in copied]
-    return seen, list(shallow.__dict__), shallow(x)
-
-
 GRADIENTS: Final = ("Saliency", "IntegratedGradients", "InputXGradient")
 RULES: Final = ("DeepLift", "LRP", "GuidedBackprop", "Deconvolution")
-LAYERS: Final = ("LayerGradCam", "LayerConductance", "LayerDeepLift")
 PROBES: Final[dict[str, Callable[[Any], object]]] = {
     **{
         probe.__name__: probe
         for probe in (
             torchinfo_summary,
-            lightning_summary,
             thop_profile,
-            torch_pruning_count,
             fvcore_count,
             torch_flop_counter,
             module_tracker,
-            profiler_names,
             torch_pruning_prune,
-            backpack_second_order,
             opacus_samples,
             peft_lora,
             accelerate_offload,
             accelerate_hook,
             brevitas_quantize,
             torchao_quantize,
-            eager_quantization,
             eager_fusion,
-            fx_fusion,
-            ema_pytorch_copy,
-            jit_trace,
-            copies,
         )
     },
     **{f"ptflops_{name}": partial(ptflops_count, backend=name) for name in ("pytorch", "aten")},
     **{f"captum_{name}": partial(captum_attribution, method=name) for name in GRADIENTS + RULES},
-    **{f"captum_{name}": partial(captum_layer_attribution, method=name) for name in LAYERS},
 }
 
 
@@ -319,53 +224,6 @@ def test_tool(name: str, namespace: ModuleType) -> None:
 
     assert plain == inside
     assert plain[0] not in (None, freeze([]), freeze({}))
-
-
-@pytest.mark.parametrize("name", ["thop_profile", "torchinfo_summary", "fvcore_count"])
-def test_tool_on_free_parameters(name: str) -> None:
-    """The counters count a user's own parameters and buffers beside the layers, too."""
-    plain, inside = both(lambda: scaled_net(modkit.nn).eval(), PROBES[name])
-
-    assert plain == inside
-
-
-@for_each(
-    "entry",
-    named("timm-resnet18", "torchvision-mobilenet_v2", "timm-vit_tiny_patch16_224"),
-    ids=str,
-)
-@for_each("name", ["torchinfo", "fvcore", "thop"])
-def test_counters_on_the_zoo(name: str, entry: Entry) -> None:
-    """The counters give the same counts for models of libraries."""
-    x = entry.inputs()["0"][:1]
-
-    def probe(model: torch.nn.Module) -> object:
-        if name == "torchinfo":
-            return str(need(name).summary(model, input_data=x, verbose=0, depth=9))
-        if name == "thop":
-            return need(name).profile(model, (x,), verbose=False)
-        counts = need("fvcore.nn").FlopCountAnalysis(model, x)
-        counts.unsupported_ops_warnings(enabled=False)
-        return counts.total(), dict(counts.by_module()), dict(counts.by_operator())
-
-    plain, inside = both(entry.build, probe)
-
-    assert plain == inside
-
-
-def test_feature_extractor_of_torchvision() -> None:
-    """Torchvision's extractor traces the model inside the scope, and its graph computes the same."""
-    entry = named("torchvision-resnet18")[0]
-
-    def probe(model: torch.nn.Module) -> object:
-        extraction = need("torchvision.models.feature_extraction")
-        names = extraction.get_graph_node_names(model)
-        extractor = extraction.create_feature_extractor(model, ["layer1", "layer3.0.relu"])
-        return names, extractor(entry.inputs()["0"])
-
-    plain, inside = both(entry.build, probe)
-
-    assert plain == inside
 
 
 def test_intermediate_features_of_timm() -> None:
@@ -426,23 +284,6 @@ def test_attention_processors_of_diffusers() -> None:
         outputs.append(entry.call(model)["sample"])
         model.unfuse_qkv_projections()
         return outputs
-
-    plain, inside = both(entry.build, probe)
-
-    assert plain == inside
-
-
-@pytest.mark.parametrize("library", ["diffusers", "transformers"])
-def test_save_pretrained(library: str, tmp_path: Any) -> None:
-    """A model saved inside the scope loads bitwise identically."""
-    name = {"diffusers": "diffusers-UNet2DModel", "transformers": "transformers-BertForMaskedLM"}
-    entry = named(name[library])[0]
-
-    def probe(model: torch.nn.Module) -> object:
-        model.save_pretrained(tmp_path)
-        loaded = type(model).from_pretrained(tmp_path).eval()
-        files = {path.name: path.stat().st_size for path in sorted(tmp_path.iterdir())}
-        return files, next(iter(entry.call(loaded).values())), attributes(loaded)
 
     plain, inside = both(entry.build, probe)
 

@@ -3,7 +3,7 @@ from typing import Annotated
 import torch
 from beartype import beartype
 from beartype.claw import beartype_package
-from beartype.door import TypeHint, die_if_unbearable, is_bearable, is_subhint
+from beartype.door import TypeHint, is_bearable, is_subhint
 from beartype.roar import BeartypeException
 from beartype.vale import Is, IsAttr, IsInstance, IsSubclass
 
@@ -56,20 +56,6 @@ def hints_are_ordered(nn):
         )
 
 
-def decorated_forward(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        @beartype
-        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
-            return self.linear(x) * times
-
-    net = Net()
-    return net(torch.ones(1, 2), times=2), _refusal(net, torch.ones(1, 2), "a"), _refusal(net, 3)
-
-
 def decorated_class(nn):
     @beartype
     class Net(nn.Module):
@@ -83,21 +69,6 @@ def decorated_class(nn):
 
     net = Net(nn.Linear(2, 2), 2)
     return net(torch.ones(1, 2)), _refusal(Net, nn.ReLU(), "2"), _refusal(Net, "body", 2), net
-
-
-def decorated_forward_is_traced(nn):
-    class Net(nn.Module):
-        @beartype
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1
-
-    return torch.jit.trace(Net(), torch.ones(2)).code
-
-
-def refused_values(nn):
-    return _refusal(die_if_unbearable, 3, nn.Module), _refusal(
-        die_if_unbearable, [3], list[nn.Module]
-    )
 
 
 def validators(nn):

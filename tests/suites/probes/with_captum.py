@@ -1,20 +1,8 @@
 import torch
 from captum.attr import (
-    DeepLiftShap,
-    FeatureAblation,
-    GradientShap,
-    InternalInfluence,
-    KernelShap,
-    LayerActivation,
-    LayerConductance,
     LayerDeepLift,
-    LayerGradCam,
     LayerIntegratedGradients,
     LayerLRP,
-    NeuronConductance,
-    NeuronGradient,
-    NoiseTunnel,
-    Occlusion,
     Saliency,
     configure_interpretable_embedding_layer,
     remove_interpretable_embedding_layer,
@@ -39,66 +27,14 @@ def layer_deep_lift(nn):
     )
 
 
-def deep_lift_shap(nn):
-    return DeepLiftShap(_net(nn)).attribute(_images(), torch.rand(3, 3, 10, 10), target=0)
-
-
 def layer_lrp(nn):
     net = _net(nn)
     return LayerLRP(net, net.body[0]).attribute(_images(), target=1)
 
 
-def layer_conductance(nn):
-    net = _net(nn)
-    return LayerConductance(net, net.body).attribute(_images(), target=1, n_steps=5)
-
-
-def layer_grad_cam(nn):
-    net = _net(nn)
-    return LayerGradCam(net, net.conv).attribute(_images(), target=2)
-
-
-def layer_activations(nn):
-    net = _net(nn)
-    return LayerActivation(net, [net.conv, net.relu, net.head]).attribute(_images())
-
-
 def layer_integrated_gradients(nn):
     net = _net(nn)
     return LayerIntegratedGradients(net, net.pool).attribute(_images(), target=1, n_steps=5)
-
-
-def internal_influence(nn):
-    net = _net(nn)
-    return InternalInfluence(net, net.bn).attribute(_images(), target=1, n_steps=5)
-
-
-def neurons(nn):
-    net, x = _net(nn), _images()
-    where = (0, 1, 1)
-    return (
-        NeuronGradient(net, net.body[0]).attribute(x, where),
-        NeuronConductance(net, net.body[0]).attribute(x, where, target=1, n_steps=5),
-    )
-
-
-def perturbations(nn):
-    net, x = _net(nn), _images()
-    mask = torch.arange(4).repeat_interleave(75).reshape(1, 3, 10, 10)
-    return (
-        Occlusion(net).attribute(x, sliding_window_shapes=(3, 5, 5), strides=5, target=1),
-        FeatureAblation(net).attribute(x, feature_mask=mask, target=1),
-    )
-
-
-def sampled(nn):
-    net, x = _net(nn), _images()
-    mask = torch.arange(4).repeat_interleave(75).reshape(1, 3, 10, 10)
-    return (
-        GradientShap(net).attribute(x, torch.zeros(2, 3, 10, 10), target=1, n_samples=3),
-        KernelShap(net).attribute(x[:1], target=1, feature_mask=mask, n_samples=8),
-        NoiseTunnel(Saliency(net)).attribute(x, nt_samples=2, target=0),
-    )
 
 
 def interpretable_embedding(nn):

@@ -1,19 +1,13 @@
-import functools
 import inspect
 
 import hydra
-import hydra_zen
 import torch
-from hydra.errors import InstantiationException
 from hydra_zen import (
     builds,
     get_target,
     hydrated_dataclass,
     instantiate,
-    just,
     make_config,
-    make_custom_builds_fn,
-    store,
     to_yaml,
     zen,
 )
@@ -49,21 +43,6 @@ def nested(nn):
         return _yaml(config), instantiate(config)(torch.ones(1, 4)), instantiate(config)
 
 
-def layers(nn):
-    kinds = (nn.Linear, nn.Conv2d, nn.TransformerEncoderLayer, nn.LSTM)
-    return [_yaml(builds(kind, populate_full_signature=True)) for kind in kinds]
-
-
-def partial(nn):
-    with imported(nn) as users:
-        made = instantiate(builds(users.Wide, zen_partial=True, extra=3))
-        return (
-            isinstance(made, functools.partial),
-            made(4)(torch.ones(1, 4)),
-            _yaml(just(users.Block)),
-        )
-
-
 def class_as_an_argument(nn):
     with imported(nn) as users:
         config = builds(dict, kind=users.Wide, base=nn.Module, layer=nn.ReLU)
@@ -85,13 +64,6 @@ def signature_is_validated(nn):
         return inspect.signature(users.Block)
 
 
-def custom_builds(nn):
-    with imported(nn) as users:
-        full = make_custom_builds_fn(populate_full_signature=True, zen_convert={"dataclass": False})
-        config = full(users.Block)
-        return [*inspect.signature(config).parameters.values()], instantiate(config(width=2))
-
-
 def hydrated(nn):
     with imported(nn) as users:
 
@@ -107,20 +79,6 @@ def inherited(nn):
     with imported(nn) as users:
         base = builds(users.Block, width=4, populate_full_signature=True)
         return _yaml(builds(users.Wide, extra=1, builds_bases=(base,)))
-
-
-def wrapped(nn):
-    with imported(nn) as users:
-        config = builds(users.Block, 4, zen_wrappers=torch.compile, zen_meta={"note": "a"})
-        return _yaml(config)
-
-
-def of_an_instance(nn):
-    with imported(nn) as users:
-        try:
-            return _yaml(make_config(net=users.Block()))
-        except hydra_zen.errors.HydraZenUnsupportedPrimitiveError as error:
-            return str(error)
 
 
 def hydra_targets(nn):
@@ -145,23 +103,6 @@ def hydra_looks_up_the_base(nn):
     )
 
 
-def hydra_shows_an_error(nn):
-    with imported(nn):
-        try:
-            hydra.utils.instantiate({"_target_": "users_networks.Block", "width": "a"})
-        except InstantiationException as error:
-            return str(error)
-
-
-def optimizer_of_parameters(nn):
-    with imported(nn) as users:
-        net = users.Block()
-        optimizer = instantiate(builds(torch.optim.SGD, lr=0.1, zen_partial=True))(net.parameters())
-        net(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
-        return net.state_dict(), optimizer.state_dict()
-
-
 def task_function(nn):
     with imported(nn) as users:
 
@@ -172,11 +113,3 @@ def task_function(nn):
         return task(make_config(net=builds(users.Block), lr=0.1)), inspect.signature(
             task.func
         ).parameters["net"].name
-
-
-def config_store(nn):
-    with imported(nn) as users:
-        configs = store(group="net", name="block")
-        own = hydra_zen.ZenStore(deferred_hydra_store=True)
-        own(users.Block, scale=2.0, name="block", group="net")
-        return _yaml(own["net", "block"]), type(configs).__name__

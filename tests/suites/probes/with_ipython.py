@@ -4,9 +4,7 @@ import os
 import pickle
 import re
 
-import torch
 from IPython.core.interactiveshell import InteractiveShell
-from IPython.lib.pretty import pretty
 
 from tests.suites.probes.user_files import written
 
@@ -88,69 +86,11 @@ def autoreload_adds_a_method(nn):
         return _run(shell, "net.width_of()"), _run(shell, "isinstance(net, users.Block)")
 
 
-def autoreload_removes_a_method(nn):
-    with _notebook(nn) as (shell, file):
-        _edit(file, "    def forward", "    def gone(self):\n        return 1\n\n    def forward")
-        _run(shell, "net = users.Block()")
-        first = _run(shell, "net.gone()")
-        _edit(file, "    def gone(self):\n        return 1\n\n", "")
-        return first, _run(shell, "hasattr(net, 'gone'), hasattr(users.Block, 'gone')")
-
-
-def autoreload_changes_initialization(nn):
-    with _notebook(nn) as (shell, file):
-        _run(shell, "old = users.Block()")
-        _edit(file, "self.scale = scale", "self.scale = scale * 5\n        self.extra = nn.ReLU()")
-        return _run(
-            shell, "[*users.Block()._modules], users.Block().scale, [*old._modules], old.scale"
-        )
-
-
-def autoreload_changes_the_base(nn):
-    with _notebook(nn) as (shell, file):
-        _run(shell, "net = users.Block()")
-        _edit(
-            file,
-            "class Net(nn.Module)",
-            "class Mixin:\n    def mixed(self):\n        return 7\n\n\nclass Net(Mixin, nn.Module)",
-        )
-        # The class that exists keeps its bases.
-        return _run(shell, "hasattr(users.Net(users.Block()), 'mixed'), net.training")
-
-
-def autoreload_keeps_isinstance(nn):
-    with _notebook(nn) as (shell, file):
-        _run(shell, "old, kind = users.Wide(4), users.Block")
-        _edit(file, "* self.scale", "* self.scale * 2")
-        _run(shell, "new = users.Wide(4)")
-        return _run(
-            shell,
-            "[isinstance(a, b) for a in (old, new) for b in (kind, users.Block, users.Wide, users.nn.Module)], "
-            "issubclass(users.Wide, kind), type(old) is type(new)",
-        )
-
-
 def autoreload_keeps_super(nn):
     with _notebook(nn) as (shell, file):
         _run(shell, "net = users.Wide(4)")
         _edit(file, "self.last(super().forward(x))", "self.last(super().forward(x)) * 0 + 2")
         return _run(shell, "net(torch.ones(1, 4))"), _run(shell, "users.Wide(4)(torch.ones(1, 4))")
-
-
-def autoreload_of_static_and_class_members(nn):
-    with _notebook(nn) as (shell, file):
-        _edit(
-            file,
-            "    def forward",
-            "    kind = 'a'\n\n    @property\n    def double(self):\n        return 2\n\n    @classmethod\n"
-            "    def make(cls):\n        return cls(2)\n\n    @staticmethod\n    def one():\n        return 1\n\n    def forward",
-        )
-        _run(shell, "net = users.Block()")
-        first = _run(shell, "net.kind, net.double, users.Block.make().width, net.one()")
-        _edit(file, "return 2\n", "return 20\n")
-        _edit(file, "cls(2)", "cls(30)")
-        _edit(file, "kind = 'a'", "kind = 'bb'")
-        return first, _run(shell, "net.kind, net.double, users.Block.make().width, net.one()")
 
 
 def autoreload_under_hooks_and_training(nn):
@@ -235,46 +175,9 @@ def shown_information(nn):
         return shown
 
 
-def pretty_printed(nn):
-    with _notebook(nn) as (shell, _):
-        net = _run(shell, "net = users.Net(users.Wide(4, 4))\nnet")
-        return pretty(net), pretty({"net": net, "kinds": [type(net).__name__]})
-
-
 def tracebacks(nn):
     with _notebook(nn) as (shell, _):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             shell.run_cell("users.Wide(4)(torch.ones(1, 3))")
         return _plain(printed.getvalue())
-
-
-def magics(nn):
-    with _notebook(nn) as (shell, _):
-        _run(shell, "net = users.Block()")
-        printed = {}
-        for magic in (
-            "psource users.Block",
-            "pdef users.Block",
-            "pdoc users.Block.forward",
-            "who Block",
-            "pfile users.Block",
-        ):
-            text = io.StringIO()
-            with contextlib.redirect_stdout(text):
-                shell.run_cell(f"%{magic}")
-            printed[magic] = _plain(text.getvalue())
-        return printed
-
-
-def deep_reload(nn):
-    import importlib
-
-    with _notebook(nn) as (shell, file):
-        users = _run(shell, "users")
-        old = users.Block()
-        _edit(file, "* self.scale", "* 0")
-        importlib.reload(users)
-        x = torch.ones(1, 4)
-        # Without autoreload, instances keep the class that made them.
-        return old(x), users.Block()(x), isinstance(old, users.Block)

@@ -1,6 +1,4 @@
-import copy
 import dataclasses
-import io
 
 import jaxtyping
 import torch
@@ -57,27 +55,6 @@ def forward(nn):
     return net(tokens), _refusal(net, tokens.float()), _refusal(net, tokens[0]), net
 
 
-def one_shape_in_two_arguments(nn):
-    class Net(nn.Module):
-        @jaxtyped(typechecker=beartype)
-        def forward(
-            self, x: Float[torch.Tensor, "n d"], y: Float[torch.Tensor, "n d"]
-        ) -> Float[torch.Tensor, "n"]:
-            return (x * y).sum(1)
-
-    net = Net()
-    return net(torch.ones(2, 3), torch.ones(2, 3)), _refusal(
-        net, torch.ones(2, 3), torch.ones(3, 2)
-    )
-
-
-def hooks_and_training(nn):
-    net, seen = _net(nn), []
-    net.register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    net(torch.randint(0, 11, (2, 3))).sum().backward()
-    return seen, [p.grad for p in net.parameters()]
-
-
 def dataclass_of_a_module(nn):
     @jaxtyped(typechecker=beartype)
     @dataclasses.dataclass(eq=False)
@@ -93,15 +70,6 @@ def dataclass_of_a_module(nn):
 
     # A dataclass assigns its fields before `__init__` of the module: torch accepts plain attributes.
     return Scale(torch.ones(2))(torch.ones(1, 2)), _refusal(Scale, torch.ones(2, 2))
-
-
-def copies_and_files(nn):
-    net = _net(nn)
-    buffer = io.BytesIO()
-    torch.save(net.state_dict(), buffer)
-    buffer.seek(0)
-    other = copy.deepcopy(net)
-    return other.load_state_dict(torch.load(buffer)), other(torch.zeros(1, 2, dtype=torch.long))
 
 
 def exported(nn):

@@ -35,24 +35,8 @@ def live_instance(nn):
     return _live(nn, "net.")
 
 
-def live_child(nn):
-    return _live(nn, "net.body.last.")
-
-
 def live_class(nn):
     return [name for name in _live(nn, "users.Wide.") if not name.startswith("__")]
-
-
-def live_namespace(nn):
-    names = _live(nn, "nn.")
-    return [
-        name in names
-        for name in ("Linear", "Module", "functional", "init", "utils", "Parameter", "Conv2d")
-    ]
-
-
-def live_arguments(nn):
-    return _live(nn, "users.Wide(wid"), _live(nn, "nn.Linear(in_fea")
 
 
 def live_signatures(nn):
@@ -82,33 +66,10 @@ def live_docstrings(nn):
         ]
 
 
-def members_of_an_instance_in_a_file(nn):
-    script = jedi.Script(_source(nn) + "\nnet = Net(Block())\nnet.")
-    return _names(script.complete())
-
-
 def members_of_self_in_a_file(nn):
     source = _source(nn).replace("self.calls += 1", "self.calls += 1\n        self.")
     line = next(n for n, text in enumerate(source.splitlines(), 1) if text == "        self.")
     return _names(jedi.Script(source).complete(line, 13))
-
-
-def names_of_the_namespace_in_a_file(nn):
-    names = _names(jedi.Script(f"import {nn.__name__} as nn\nnn.").complete())
-    return [
-        name in names
-        for name in ("Linear", "Module", "functional", "init", "utils", "Parameter", "Conv2d")
-    ]
-
-
-def layers_in_a_file(nn):
-    script = jedi.Script(f"import {nn.__name__} as nn\nlayer = nn.Conv2d(1, 2, 3)\nlayer.")
-    return _names(script.complete(3, 6)), [one.full_name for one in script.infer(2, 13)]
-
-
-def functions_in_a_file(nn):
-    script = jedi.Script(f"from {nn.__name__} import functional as F\nF.relu(")
-    return [one.to_string() for one in script.get_signatures()]
 
 
 def signatures_in_a_file(nn):
@@ -147,12 +108,3 @@ def inferred_types_in_a_file(nn):
     script = jedi.Script(source)
     lengths = [(0, 1), (1, 5), (2, 5), (3, 5), (4, 5)]
     return [[one.name for one in script.infer(first + line, column)] for line, column in lengths]
-
-
-def renamed_in_a_file(nn):
-    source = _source(nn)
-    line = next(
-        n for n, text in enumerate(source.splitlines(), 1) if text.startswith("class Block")
-    )
-    changed = jedi.Script(source).rename(line, 7, new_name="Layer").get_changed_files()
-    return [one.get_new_code().replace(nn.__name__, "nn") for one in changed.values()]

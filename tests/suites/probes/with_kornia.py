@@ -4,8 +4,6 @@ import kornia
 import torch
 from kornia.augmentation import ColorJitter, ImageSequential, RandomAffine, RandomHorizontalFlip
 
-from tests.integration.image_networks import image_net
-
 
 def _image():
     return torch.rand(2, 3, 8, 8)
@@ -36,10 +34,6 @@ def augmentation_is_copied(nn):
     return copy.deepcopy(net), net.state_dict()
 
 
-def text(nn):
-    return repr(_augmented(nn)), [n for n, _ in _augmented(nn).named_modules()]
-
-
 def user_module_in_a_sequence(nn):
     class Brighter(nn.Module):
         def __init__(self):
@@ -53,88 +47,6 @@ def user_module_in_a_sequence(nn):
     out = steps(_image())
     out.sum().backward()
     return out, steps, [p.grad for p in steps.parameters()]
-
-
-def user_module_in_patches(nn):
-    class Half(nn.Module):
-        def forward(self, x):
-            return x / 2
-
-    steps = kornia.augmentation.PatchSequential(
-        Half(), RandomHorizontalFlip(p=1.0), grid_size=(2, 2), patchwise_apply=False
-    )
-    return steps(_image())
-
-
-def filters(nn):
-    class Edges(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blur = kornia.filters.GaussianBlur2d((3, 3), (1.0, 1.0))
-            self.sobel = kornia.filters.Sobel()
-
-        def forward(self, x):
-            return self.sobel(self.blur(x))
-
-    return Edges()(_image()), Edges()
-
-
-def losses(nn):
-    class Loss(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(
-                [
-                    kornia.losses.SSIMLoss(3),
-                    kornia.losses.TotalVariation(),
-                    kornia.losses.PSNRLoss(1.0),
-                ]
-            )
-
-        def forward(self, x, y):
-            first, second, third = self.parts
-            return first(x, y) + second(x).mean() + third(x, y)
-
-    x = _image().requires_grad_()
-    loss = Loss()(x, _image())
-    loss.backward()
-    return loss, x.grad
-
-
-def focal(nn):
-    net, loss = image_net(nn), kornia.losses.FocalLoss(0.5, reduction="mean")
-    value = loss(net(torch.rand(4, 3, 10, 10)), torch.randint(0, 3, (4,)))
-    value.backward()
-    return value, [p.grad for p in net.parameters()]
-
-
-def classification_head(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convert = kornia.color.RgbToGrayscale()
-            self.normalize = kornia.enhance.Normalize(torch.tensor([0.5]), torch.tensor([0.2]))
-            self.body = nn.Linear(64, 3)
-
-        def forward(self, x):
-            return self.body(self.normalize(self.convert(x)).flatten(1))
-
-    net = Net()
-    return net(_image()), net, net.double()(_image().double())
-
-
-def descriptor_network(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.patches = kornia.feature.HardNet(pretrained=False)
-            self.head = nn.Linear(128, 2)
-
-        def forward(self, x):
-            return self.head(self.patches(x))
-
-    net = Net()
-    return net(torch.rand(2, 1, 32, 32)), net.state_dict(), [n for n, _ in net.named_modules()]
 
 
 def own_augmentation(nn):

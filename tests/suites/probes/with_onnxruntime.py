@@ -1,10 +1,8 @@
 import contextlib
 import io
 import logging
-import tempfile
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -76,10 +74,6 @@ def _compared(nn, name):
     return outputs, _graph(program)
 
 
-def conv(nn):
-    return _compared(nn, "conv")
-
-
 def lstm(nn):
     return _compared(nn, "lstm")
 
@@ -88,34 +82,11 @@ def transformer(nn):
     return _compared(nn, "transformer")
 
 
-def nested(nn):
-    return _compared(nn, "nested")
-
-
-def free_buffers(nn):
-    return _compared(nn, "free")
-
-
 def dynamic_batch(nn):
     net = make_net(nn, "nested").eval()
     batch = torch.export.Dim("batch", min=1, max=64)
     program, model = _exported(net, (make_batch("nested"),), dynamic_shapes=({0: batch},))
     return [_run(model, torch.ones(size, 6)) for size in (1, 3, 7)], _graph(program)
-
-
-def two_inputs_and_outputs(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right = nn.Linear(2, 3), nn.Linear(4, 3)
-
-        def forward(self, a, b, *, scale=2.0):
-            return {"sum": self.left(a) + self.right(b) * scale, "left": self.left(a)}
-
-    program, model = _exported(
-        Net().eval(), (torch.ones(1, 2), torch.ones(1, 4)), input_names=["a", "b"]
-    )
-    return _run(model, torch.ones(1, 2), torch.ones(1, 4)), _graph(program)
 
 
 def tied_and_shared(nn):
@@ -140,22 +111,6 @@ def user_file(nn):
         return _run(model, torch.ones(2, 4)), _graph(program)
 
 
-def saved_file(nn):
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "net.onnx"
-        net = make_net(nn, "conv").eval()
-        program, _ = _exported(net, (make_batch("conv"),))
-        program.save(file, external_data=True)
-        return _run(str(file), make_batch("conv")), sorted(
-            one.name for one in Path(folder).iterdir()
-        )
-
-
-def program_runs(nn):
-    program, _ = _exported(make_net(nn, "nested").eval(), (make_batch("nested"),))
-    return program(make_batch("nested"))
-
-
 def exported_program(nn):
     exported = torch.export.export(make_net(nn, "nested").eval(), (make_batch("nested"),))
     program, model = _exported(exported.module(), (make_batch("nested"),))
@@ -174,15 +129,3 @@ def scripted_exporter(nn):
             (nodes, [one.name for one in model.graph.initializer], _run(file.getvalue(), batch))
         )
     return found
-
-
-def refused_network(nn):
-    class Net(nn.Module):
-        def forward(self, x):
-            return x * (2 if x.sum().item() > 3 else 1)
-
-    try:
-        _exported(Net().eval(), (torch.ones(5),))
-    except Exception as error:
-        return type(error).__name__, str(error).splitlines()[0]
-    return "exported"

@@ -1,18 +1,12 @@
 import copy
 import pickle
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pydantic
 import torch
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
-    Field,
-    ImportString,
-    InstanceOf,
-    PlainSerializer,
-    TypeAdapter,
     ValidationError,
     validate_call,
 )
@@ -69,40 +63,6 @@ def field_of_a_user_class(nn):
         )
 
 
-def containers(nn):
-    class Config(BaseModel):
-        model_config = ANY
-        layers: list[nn.Module]
-        heads: dict[str, nn.Module] = {}
-        either: nn.Module | int | None = None
-
-    layers = [nn.Linear(2, 2), nn.ReLU()]
-    config = Config(layers=layers, heads={"a": layers[0]}, either=layers[1])
-    return (
-        config.layers,
-        config.heads["a"] is layers[0],
-        config.either is layers[1],
-        _refusal(Config, layers=[1, nn.ReLU()], either="a"),
-    )
-
-
-def instance_of(nn):
-    class Config(BaseModel):
-        net: InstanceOf[nn.Module]
-
-    return Config(net=nn.ReLU()).net, _refusal(Config, net="a")
-
-
-def import_string(nn):
-    with imported(nn):
-
-        class Config(BaseModel):
-            kind: ImportString[type[nn.Module]]
-
-        made = Config(kind="users_networks.Wide")
-        return made.kind(), made.model_dump_json(), Config(kind="torch.nn.Linear").kind
-
-
 def copies(nn):
     with imported(nn) as users:
 
@@ -121,40 +81,6 @@ def copies(nn):
         )
 
 
-def equality(nn):
-    class Config(BaseModel):
-        model_config = ANY
-        net: nn.Module
-
-    net = nn.ReLU()
-    return Config(net=net) == Config(net=net), Config(net=net) == Config(net=nn.ReLU())
-
-
-def serialized(nn):
-    names = Annotated[
-        nn.Module, PlainSerializer(lambda m: type(m).__name__), AfterValidator(lambda m: m.eval())
-    ]
-
-    class Config(BaseModel):
-        model_config = ANY
-        net: names
-        hidden: nn.Module = Field(default_factory=nn.ReLU, exclude=True)
-
-    config = Config(net=nn.Linear(2, 2))
-    return config.model_dump(), config.model_dump_json(), config.net.training
-
-
-def schema(nn):
-    class Config(BaseModel):
-        model_config = ANY
-        net: nn.Module
-
-    try:
-        return Config.model_json_schema()
-    except pydantic.PydanticInvalidForJsonSchema as error:
-        return str(error).replace("modkit.nn.Module", "torch.nn.modules.module.Module")
-
-
 def without_arbitrary_types(nn):
     try:
 
@@ -164,14 +90,6 @@ def without_arbitrary_types(nn):
     except pydantic.PydanticSchemaGenerationError as error:
         return str(error).replace("modkit.nn.Module", "torch.nn.modules.module.Module")
     return Config
-
-
-def validated_call(nn):
-    @validate_call(config=ANY)
-    def count(net: nn.Module, times: int = 1) -> int:
-        return times * sum(p.numel() for p in net.parameters())
-
-    return count(nn.Linear(2, 2), "3"), _refusal(count, 3)
 
 
 def validated_method(nn):
@@ -204,43 +122,6 @@ def generic(nn):
         _refusal(Config[nn.Linear], net=nn.ReLU()),
         Config(net=torch.nn.ReLU()).net,
         _refusal(Config, net=1),
-    )
-
-
-def type_adapter(nn):
-    adapter = TypeAdapter(list[nn.Module], config=ANY)
-    return (
-        adapter.validate_python([nn.ReLU()]),
-        _refusal(adapter.validate_python, [nn.ReLU]),
-        adapter.validate_python((nn.ReLU(),)),
-    )
-
-
-def module_with_a_config(nn):
-    class Config(BaseModel):
-        width: int = 3
-
-    class Net(nn.Module):
-        def __init__(self, config):
-            super().__init__()
-            self.config = config
-            self.linear = nn.Linear(config.width, 2)
-
-        def get_extra_state(self):
-            return self.config.model_dump()
-
-        def set_extra_state(self, state):
-            self.config = Config.model_validate(state)
-
-        def forward(self, x):
-            return self.linear(x)
-
-    net, other = Net(Config(width="4")), Net(Config(width=4))
-    return (
-        net.state_dict(),
-        other.load_state_dict(net.state_dict()),
-        other.config,
-        copy.deepcopy(net)(torch.ones(1, 4)),
     )
 
 

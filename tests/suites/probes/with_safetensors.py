@@ -2,7 +2,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load, load_file, load_model, save, save_file, save_model
+from safetensors.torch import load, load_model, save, save_model
 
 from tests.integration.networks import conv_net, free_net, lstm_net
 
@@ -36,23 +36,8 @@ def convolutions(nn):
     return _round_trip(conv_net, nn)
 
 
-def buffers(nn):
-    return _round_trip(free_net, nn)
-
-
-def recurrent(nn):
-    return _round_trip(lstm_net, nn)
-
-
 def tied(nn):
     return _round_trip(_tied, nn)
-
-
-def tied_stays_tied(nn):
-    file, net = _file(), _tied(nn)
-    save_model(_tied(nn), str(file))
-    load_model(net, str(file))
-    return net.head.weight is net.embed.weight
 
 
 def tied_state_dict_is_refused(nn):
@@ -62,12 +47,6 @@ def tied_state_dict_is_refused(nn):
         return str(error)
 
 
-def missing_keys(nn):
-    file = _file()
-    save_model(nn.Linear(2, 2, bias=False), str(file))
-    return load_model(nn.Linear(2, 2), str(file), strict=False)
-
-
 def missing_keys_are_refused(nn):
     file = _file()
     save_model(conv_net(nn), str(file))
@@ -75,23 +54,6 @@ def missing_keys_are_refused(nn):
         load_model(free_net(nn), str(file))
     except RuntimeError as error:
         return str(error)
-
-
-def wrong_shape(nn):
-    file = _file()
-    save_model(conv_net(nn), str(file))
-    net = conv_net(nn)
-    net.head = nn.Linear(6, 4)
-    try:
-        load_model(net, str(file))
-    except RuntimeError as error:
-        return str(error)
-
-
-def half_precision(nn):
-    file = _file()
-    save_file(conv_net(nn).bfloat16().state_dict(), file, metadata={"format": "pt"})
-    return sorted(load_file(file).items()), conv_net(nn).load_state_dict(load_file(file))
 
 
 def not_contiguous(nn):

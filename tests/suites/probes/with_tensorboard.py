@@ -39,43 +39,6 @@ def graph_of_a_user_file(nn):
         return _graph(users.Net(users.Wide(4, 4)), torch.ones(1, 4))
 
 
-def graph_of_shared_modules(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = nn.Linear(2, 2)
-            self.again = self.block
-
-        def forward(self, x):
-            return self.again(self.block(x)) + self.block(x)
-
-    return _graph(Net(), torch.ones(1, 2))
-
-
-def graph_of_two_inputs(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bilinear = nn.Bilinear(2, 3, 1)
-
-        def forward(self, a, b):
-            return self.bilinear(a, b)
-
-    return _graph(Net(), torch.ones(1, 2), torch.ones(1, 3))
-
-
-def graph_of_a_dict(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return {"out": self.linear(x)}
-
-    return _graph(Net(), torch.ones(1, 2), use_strict_trace=False)
-
-
 def graph_with_hooks(nn):
     net, seen = make_net(nn, "nested"), []
     net.blocks[0].register_forward_hook(
@@ -100,19 +63,6 @@ def histograms_of_weights_and_gradients(nn):
     return {tag: str(value) for tag, value in values.items()}, [
         one.value for one in events.Scalars("loss")
     ]
-
-
-def hyperparameters_and_text(nn):
-    net = make_net(nn, "conv")
-
-    def write(writer):
-        writer.add_text("net", repr(net), 0)
-        writer.add_hparams({"net": type(net).__name__, "lr": 0.1}, {"loss": 1.0}, run_name=".")
-
-    events = _written(write)
-    return [str(one.tensor_proto) for one in events.Tensors("net/text_summary")], sorted(
-        events.Tags()["tensors"]
-    )
 
 
 def embedding(nn):

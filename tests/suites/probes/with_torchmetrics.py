@@ -2,10 +2,7 @@ import copy
 import pickle
 
 import torch
-import torchmetrics
 from torchmetrics import Accuracy, MeanMetric, Metric, MetricCollection
-
-from tests.integration.networks import conv_net
 
 
 def _with_metric(nn):
@@ -65,23 +62,10 @@ def persistent_states(nn):
     return net.state_dict(), other.load_state_dict(net.state_dict()), other.accuracy.compute()
 
 
-def reset_and_train(nn):
-    net = _with_metric(nn)
-    net(*_batch())
-    net.eval()
-    net.accuracy.reset()
-    return net.accuracy.training, net.accuracy.tp, net.accuracy.update_count
-
-
 def deepcopy(nn):
     net = _with_metric(nn)
     net(*_batch())
     return copy.deepcopy(net), copy.deepcopy(net).accuracy.compute()
-
-
-def conversion(nn):
-    net = _with_metric(nn).double()
-    return net.body.weight.dtype, net.accuracy.tp.dtype, net.accuracy.set_dtype(torch.float16).tp
 
 
 def collection(nn):
@@ -108,61 +92,6 @@ def own_metric(nn):
     for _ in range(2):
         metric(torch.randn(3, 4))
     return metric.compute(), repr(metric), [n for n, _ in metric.named_parameters()]
-
-
-def own_metric_copied(nn):
-    metric = _own_metric(nn)
-    metric.update(torch.randn(3, 4))
-    other = copy.deepcopy(metric)
-    other.update(torch.ones(1, 4))
-    return metric.compute(), other.compute(), metric.metric_state
-
-
-def composed(nn):
-    net = _with_metric(nn)
-    sum_ = net.accuracy + net.losses["val"]
-    net.losses["val"].update(2.0)
-    net(*_batch())
-    return sum_.compute(), repr(sum_)
-
-
-def hooks_on_metrics(nn):
-    net, seen = _with_metric(nn), []
-    net.accuracy.register_forward_hook(lambda module, args, output: seen.append(output))
-    net(*_batch())
-    return seen
-
-
-def bootstrapped(nn):
-    net = conv_net(nn)
-    metric = torchmetrics.wrappers.BootStrapper(
-        Accuracy("multiclass", num_classes=3), num_bootstraps=3
-    )
-    net.metric = metric
-    with torch.no_grad():
-        metric.update(net(torch.randn(5, 1, 8, 8)), torch.randint(0, 3, (5,)))
-    return metric.compute(), [n for n, _ in net.named_modules()]
-
-
-def feature_share(nn):
-    class Features(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            Features.calls += 1
-            return x.flatten(1)[:, :8].double()
-
-    fid = torchmetrics.image.fid.FrechetInceptionDistance(
-        feature=_sized(Features()), normalize=True
-    )
-    for real in (True, False):
-        fid.update(torch.rand(10, 3, 4, 4), real=real)
-    return fid.compute(), Features.calls
-
-
-def _sized(net):
-    net.num_features = 8
-    return net
 
 
 def pickled(nn):

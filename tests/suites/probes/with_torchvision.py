@@ -1,14 +1,8 @@
-import copy
-from functools import partial
-
 import torch
 import torchvision
 from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
 from torchvision.ops import (
-    Conv2dNormActivation,
     FeaturePyramidNetwork,
-    FrozenBatchNorm2d,
-    SqueezeExcitation,
 )
 
 from tests.integration.image_networks import image_net
@@ -78,63 +72,6 @@ def feature_extractor(nn):
     return net(_images()), net.code, [n for n, _ in net.named_modules()]
 
 
-def feature_extractor_of_a_user_module(nn):
-    net = create_feature_extractor(image_net(nn), ["relu", "head"])
-    return net(torch.randn(2, 3, 10, 10)), net.state_dict()
-
-
-def intermediate_layers(nn):
-    getter = torchvision.models._utils.IntermediateLayerGetter(
-        _resnet(nn), {"layer1": "one", "layer2": "two"}
-    )
-    return getter(_images()), getter
-
-
-def user_head(nn):
-    net = torchvision.models.mobilenet_v3_small(num_classes=4)
-
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(576, 3)
-
-        def forward(self, x):
-            return self.linear(x).softmax(1)
-
-    net.classifier = Head()
-    return net.eval()(_images()), [*net.state_dict()][-3:]
-
-
-def backbone_of_a_user_module(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = torchvision.models.squeezenet1_1(num_classes=4)
-            self.head = nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.body(x))
-
-    net = Net().eval()
-    other = copy.deepcopy(net)
-    return net(_images()), other.load_state_dict(net.state_dict()), repr(net)
-
-
-def operators(nn):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = Conv2dNormActivation(3, 8, norm_layer=partial(nn.BatchNorm2d, eps=0.01))
-            self.squeeze = SqueezeExcitation(8, 2, activation=nn.SiLU)
-            self.frozen = FrozenBatchNorm2d(8)
-
-        def forward(self, x):
-            return self.frozen(self.squeeze(self.conv(x)))
-
-    net = Net()
-    return net(_images()), net, [n for n, _ in net.named_buffers()]
-
-
 def pyramid(nn):
     class Extra(torchvision.ops.feature_pyramid_network.ExtraFPNBlock):
         def __init__(self):
@@ -161,25 +98,6 @@ def transforms(nn):
     return steps(_images()), repr(steps)
 
 
-def transforms_v2(nn):
-    from torchvision.transforms import v2
-
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.by = nn.Buffer(torch.tensor(3.0))
-
-        def forward(self, image, label):
-            return image * self.by, label
-
-    steps = v2.Compose([v2.RandomHorizontalFlip(1.0), Scale()])
-    return steps(_images(), 1), repr(steps), [*steps.state_dict()]
-
-
 def scripted(nn):
     net = torch.jit.script(_resnet(nn).eval())
     return net(_images()), net.code
-
-
-def traced(nn):
-    return torch.jit.trace(image_net(nn).eval(), torch.ones(2, 3, 10, 10)).code

@@ -1,5 +1,4 @@
 import io
-import pickle
 import pickletools
 import struct
 from pathlib import Path
@@ -236,16 +235,6 @@ def test_wrong_tensors(case, reader, tmp_path):
     refusal(reader, written(tmp_path, with_object(WRONG[case])))
 
 
-@readers
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_tensors_beside_a_set(case, reader, tmp_path):
-    """Wrong tensors are refused in a file with a set too, which torch.load reads."""
-    more = text("set") + called(named("__builtin__", "set"), EMPTY) + b"s"
-    pickled = b"\x80\x02}" + more + state(WRONG[case])[3:]
-
-    refusal(reader, written(tmp_path, with_pickle(checkpoint(), pickled)))
-
-
 @for_each("reader", ["load_checkpoint", "mmap"])
 @for_each("case", ODD)
 def test_odd_objects(case, reader, tmp_path):
@@ -259,17 +248,6 @@ def test_odd_objects(case, reader, tmp_path):
         return
     with quiet():
         assert_same(found, torch.load(path, weights_only=True))
-
-
-@for_each("case", ODD)
-def test_odd_objects_averaged(case, tmp_path):
-    """The average of one file is what is in the file, or the file is refused."""
-    path = written(tmp_path, with_object(ODD[case]))
-    try:
-        with limits():
-            READERS["average_checkpoints"](path)
-    except FileError as error:
-        assert_readable(error)
 
 
 ATTRIBUTES = [
@@ -358,15 +336,6 @@ def test_depth(case, reader, tmp_path):
     refusal(reader, written(tmp_path, with_pickle(checkpoint(), DEEP[case])))
 
 
-@for_each("case", ["lists", "tuples", "dicts", "marks"])
-@for_each("member", ["data.pkl", "constants.pkl"])
-def test_depth_in_scripts(case, member, tmp_path):
-    """Torch's own reader dies of it."""
-    path = written(tmp_path, replaced(script(), {member: DEEP[case]}))
-
-    refusal("jit.load", path)
-
-
 def test_storages_of_scripts(tmp_path):
     """Torch reads as many bytes as the pickle states, beyond the end of a smaller storage."""
     path = written(tmp_path, replaced(script(), {"data/0": b"1234"}))
@@ -395,27 +364,11 @@ def test_attributes_that_scripts_do_not_have(name, tmp_path):
     assert "corrupt" in str(refusal("jit.load", path))
 
 
-def test_inspecting_a_pickle_without_content(tmp_path):
-    """An empty pickle is not of any kind."""
-    with pytest.raises(FileError, match="corrupt"):
-        inspect(written(tmp_path, with_pickle(checkpoint(), b"")))
-
-
 def test_float4_is_not_averaged(tmp_path):
     """Torch copies no tensors of this dtype."""
     path = written(tmp_path, saved({"w": filled(torch.float4_e2m1fn_x2)}))
 
     assert "float4" in str(refusal("average_checkpoints", path))
-
-
-def test_moderate_depth(tmp_path):
-    """Ordinary nesting is read."""
-    content = torch.ones(1)
-    for _ in range(100):
-        content = {"inner": [content]}
-    path = written(tmp_path, saved(content))
-
-    assert_same(READERS["load_checkpoint"](path), torch.load(path))
 
 
 def shared(depth: int, pair: bytes) -> bytes:
@@ -547,32 +500,6 @@ def test_nothing_of_scripts_is_executed(tmp_path):
         with pytest.raises(RuntimeError), limits():
             READERS["jit.load"](path)
         assert not marker.exists(), name
-
-
-@pytest.mark.parametrize("reader", [*OF_CHECKPOINTS[::2], "jit.load"])
-def test_nothing_of_bare_pickles_is_executed(reader, tmp_path):
-    """Pickles without a zip file around them, of each protocol, are refused."""
-    marker = tmp_path / "executed"
-
-    class Evil:
-        def __reduce__(self):
-            return eval, (f"open({str(marker)!r}, 'w')",)
-
-    for protocol in range(6):
-        for suffix in ("pt", "pkl", "ckpt", "bin", "safetensors"):
-            data = pickle.dumps(Evil(), protocol)
-            refusal(reader, written(tmp_path, data, f"{protocol}.{suffix}"))
-    legacy = saved({"w": Evil()}, _use_new_zipfile_serialization=False)
-    refusal(reader, written(tmp_path, legacy))
-    assert not marker.exists()
-
-
-@readers
-def test_text_instructions(reader, tmp_path):
-    """Pickles of protocol 0, which torch does not read, are refused."""
-    pickled = pickle.dumps({"w": [1, 2.5, "x"]}, 0)
-
-    refusal(reader, written(tmp_path, with_pickle(checkpoint(), pickled)))
 
 
 CRASH = """

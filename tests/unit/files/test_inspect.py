@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import pickletools
-import stat
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -20,7 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from modkit.errors import FileError
-from modkit.files import FileInfo, TensorInfo, inspect, verify
+from modkit.files import FileInfo, TensorInfo, inspect
 from modkit.files.kinds import kind_of
 from tests.cases import for_each
 
@@ -298,21 +297,6 @@ def test_a_pickle_of_plain_values(tmp_path: Path, protocol: int, value: object) 
     assert inspect(path).kind == "pickle"
 
 
-@for_each("how", ["zip", "zip, protocol 0"])
-def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -> None:
-    """The note warns that loading with pickle would execute code, and names the function."""
-    path, marker = tmp_path / "e.pt", tmp_path / "marker"
-    content = {"model": Evil(marker)}
-    protocol = 0 if "0" in how else 2
-    torch.save(content, path, pickle_protocol=protocol)
-    info = inspect(path)
-
-    assert info.kind.startswith("torch.save file")
-    assert "would execute code" in info.note
-    assert "eval" in info.note or "0" in how
-    assert (info.tensors, marker.exists()) == ((), False)
-
-
 @for_each(
     ("content", "note"),
     [
@@ -409,23 +393,6 @@ def test_a_corrupt_pickle_in_a_torch_save_file(tmp_path: Path, content: bytes) -
         inspect(path)
 
 
-def test_a_member_with_an_empty_name(tmp_path: Path) -> None:
-    """A zip file whose directory has lost a name is an error."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("a", "text")
-    name_at = buffer.getvalue().rindex(b"PK\x01\x02")
-    data = bytearray(buffer.getvalue())
-    data[name_at + 28 : name_at + 30] = b"\0\0"
-    del data[name_at + 46]
-    data[-10:-6] = (int.from_bytes(data[-10:-6], "little") - 1).to_bytes(4, "little")
-    (tmp_path / "x.pt").write_bytes(data)
-
-    with pytest.raises(FileError, match=r"x\.pt is ") as caught:
-        verify(tmp_path / "x.pt")
-    assert caught.value.kind in {"corrupt zip file", "zip file"}
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
 def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     """A FIFO is not opened, as itself and as a shard."""
@@ -436,18 +403,6 @@ def test_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     for path in (tmp_path / "x.pt", index, tmp_path):
         with pytest.raises(FileError, match="is not a regular file"):
             inspect(path)
-
-
-def test_a_device_is_refused(tmp_path: Path) -> None:
-    """A device is not opened."""
-    path = tmp_path / "zero"
-    try:
-        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
-    except (AttributeError, PermissionError):
-        pytest.skip("needs the permission to create devices")
-
-    with pytest.raises(FileError, match="is not a regular file"):
-        inspect(path)
 
 
 def test_missing_files(tmp_path: Path) -> None:

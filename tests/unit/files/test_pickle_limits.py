@@ -151,15 +151,6 @@ def test_containers_without_anything_to_spare(kind, tmp_path, monkeypatch):
     assert modkit.load_checkpoint(path) == content
 
 
-def test_a_long_log(tmp_path):
-    """The log of a long training is read, as torch reads it."""
-    content = {"log": [{"step": i, "loss": i / 7, "lr": 0.5 / (i + 1)} for i in range(300_000)]}
-    path = tmp_path / "last.pt"
-    modkit.save_checkpoint(content, path)
-
-    assert modkit.load_checkpoint(path) == content
-
-
 def test_a_quick_count_leaves_the_pickle_to_torch(tmp_path, monkeypatch):
     """Brackets in a text are counted as lists: the file is then followed, and read by torch."""
     path = tmp_path / "last.pt"
