@@ -83,7 +83,7 @@ class Terminal:
         os.close(self._ours)
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.slow)])
 def test_the_tab_key(environment: dict[str, str], shell: str) -> None:
     """In an interactive shell, tab completes commands and options, and the line can be run."""
     if shutil.which(shell) is None:
