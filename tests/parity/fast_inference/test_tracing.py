@@ -162,23 +162,6 @@ def test_layouts_and_autocast(name):
     assert differing_keys(scenario) == []
 
 
-def test_modes_on_a_network(impl):
-    """Modes see the same calls of a whole network, in every gradient mode."""
-
-    def scenario(scope):
-        seen = {}
-        model = net(impl)
-        with scope(model):
-            for name, make in MODES.items():
-                for gradient in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-                    with gradient(), make() as mode:
-                        seen[name, gradient.__name__] = outcome(lambda: model(batch()))
-                    seen[name, gradient.__name__, "log"] = mode.log
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
 def operations(graph):
     """Return what a graph does, without the places where it reads parameters."""
     return [(node.op, str(node.target)) for node in graph.nodes if node.op != "get_attr"]

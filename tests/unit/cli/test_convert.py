@@ -362,10 +362,27 @@ def test_shards_of_another_number_are_removed(tmp_path: Path, suffix: str, size:
     assert_same(read(out.with_name([*index, *files][0])), read(source))
 
 
-@pytest.mark.parametrize("how", ["error", "crash"])
+def ended(function: str, call: int, ending: str, *line: object) -> int:
+    """Run the command in a process that ends in the call of a function; return its status."""
+    code = (
+        "import os; from modkit.cli import convert; from modkit.cli._commands import commands\n"
+        f"original = convert.{function}; left = [{call}]\n"
+        "def failing(*arguments):\n"
+        "    left[0] -= 1\n"
+        f"    if not left[0]: {ending}\n"
+        "    original(*arguments)\n"
+        f"convert.{function} = failing; commands({['convert', *map(str, line)]!r})"
+    )
+    return python(code).returncode
+
+
 @pytest.mark.parametrize(
-    ("function", "call", "size"),
-    [("_write", 1, "1GB"), ("_write", 2, "1KB"), ("_Target._write_index", 1, "1KB")],
+    ("function", "call", "size", "how"),
+    [
+        ("_write", 1, "1GB", "crash"),
+        ("_write", 2, "1KB", "error"),
+        ("_Target._write_index", 1, "1KB", "crash"),
+    ],
 )
 def test_a_failure_leaves_the_old_shards(
     tmp_path: Path, how: str, function: str, call: int, size: str
@@ -374,24 +391,27 @@ def test_a_failure_leaves_the_old_shards(
     source, out = old_and_other_shards(tmp_path, "safetensors")
     before = {path.name: path.read_bytes() for path in out.parent.iterdir()}
     options = ["--overwrite", "--max-shard-size", size]
-    line = ["convert", str(source), "-o", str(out), *options]
     ending = "os._exit(9)" if how == "crash" else "raise OSError(28, 'No space left on device')"
-    code = (
-        "import os; from modkit.cli import convert; from modkit.cli._commands import commands\n"
-        f"original = convert.{function}; left = [{call}]\n"
-        "def failing(*arguments):\n"
-        "    left[0] -= 1\n"
-        f"    if not left[0]: {ending}\n"
-        "    original(*arguments)\n"
-        f"convert.{function} = failing; commands({line!r})"
-    )
-    done = python(code)
+    status = ended(function, call, ending, source, "-o", out, *options)
 
     after = {path.name: path.read_bytes() for path in out.parent.iterdir()}
-    assert done.returncode == (9 if how == "crash" else 1), done.stderr
+    assert status == (9 if how == "crash" else 1)
     assert after.items() >= before.items()
     assert len(after) == len(before) or how == "crash"
     assert_same(read(out.with_name("model.safetensors.index.json")), state())
+
+
+def test_a_crash_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    """Between two shards that replace those of an older checkpoint, there is no index."""
+    source, out = old_and_other_shards(tmp_path, "safetensors")
+    options = ("-o", out, "--overwrite", "--max-shard-size", "100B")
+    status = ended("_write", 2, "os._exit(9)", source, *options)
+
+    assert status == 9
+    assert not out.with_name("model.safetensors.index.json").exists()
+    assert not out.exists()
+    assert run(source, *options).exit_code == 0
+    assert_same(read(out.with_name("model.safetensors.index.json")), read(source))
 
 
 def test_old_shards_that_are_sources_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import io
+import pickle
 import pickletools
 from pathlib import Path
 
@@ -297,3 +298,21 @@ def test_bytes_of_nothing_are_not_reversed(tmp_path):
     run = python(CRASH, path)
 
     assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("reader", [*OF_CHECKPOINTS[::2], "jit.load"])
+def test_nothing_of_bare_pickles_is_executed(reader, tmp_path):
+    """Pickles without a zip file around them, of each protocol, are refused."""
+    marker = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self):
+            return eval, (f"open({str(marker)!r}, 'w')",)
+
+    for protocol in range(6):
+        for suffix in ("pt", "pkl", "ckpt", "bin", "safetensors"):
+            data = pickle.dumps(Evil(), protocol)
+            refusal(reader, written(tmp_path, data, f"{protocol}.{suffix}"))
+    legacy = saved({"w": Evil()}, _use_new_zipfile_serialization=False)
+    refusal(reader, written(tmp_path, legacy))
+    assert not marker.exists()

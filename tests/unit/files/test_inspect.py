@@ -420,3 +420,18 @@ def test_a_pickle_that_takes_a_mark_as_an_object():
         pickletools.dis(content, io.StringIO())
 
     assert kind_of(content) == "unknown file"
+
+
+@for_each("how", ["zip", "zip, protocol 0"])
+def test_a_torch_save_file_with_code_is_not_executed(tmp_path: Path, how: str) -> None:
+    """The note warns that loading with pickle would execute code, and names the function."""
+    path, marker = tmp_path / "e.pt", tmp_path / "marker"
+    content = {"model": Evil(marker)}
+    protocol = 0 if "0" in how else 2
+    torch.save(content, path, pickle_protocol=protocol)
+    info = inspect(path)
+
+    assert info.kind.startswith("torch.save file")
+    assert "would execute code" in info.note
+    assert "eval" in info.note or "0" in how
+    assert (info.tensors, marker.exists()) == ((), False)

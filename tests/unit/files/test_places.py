@@ -1,6 +1,7 @@
 """Paths and open files for ``save_checkpoint`` and ``load_checkpoint``, with torch as the oracle."""
 
 import errno
+import gzip
 import io
 import os
 import sys
@@ -294,3 +295,32 @@ def test_a_writable_file_in_a_folder_that_is_not(tmp_path):
         path.parent.chmod(0o755)
         path.unlink()
         path.parent.rmdir()
+
+
+class Short(io.RawIOBase):
+    """A file without a buffer that takes at most 1,000 bytes at once, as a pipe does."""
+
+    def __init__(self):
+        self.content = b""
+
+    def write(self, content):
+        """Take the first 1,000 bytes."""
+        taken = bytes(content[:1000])
+        self.content += taken
+        return len(taken)
+
+
+def test_files_of_other_libraries(tmp_path):
+    """Compressed files, temporary files, and those that take less than they are given."""
+    short = Short()
+    save_checkpoint(CONTENT, short)
+    assert_read(load_checkpoint(io.BytesIO(short.content)))
+
+    with gzip.open(tmp_path / "file.pt.gz", "wb", compresslevel=1) as file:
+        save_checkpoint(CONTENT, file)
+    with gzip.open(tmp_path / "file.pt.gz", "rb") as file:
+        assert_read(load_checkpoint(file))
+
+    with tempfile.NamedTemporaryFile() as file:
+        save_checkpoint(CONTENT, file)
+        assert_read(torch.load(file.name))

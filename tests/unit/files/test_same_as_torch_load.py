@@ -231,3 +231,19 @@ def test_comparison():
     for other in others:
         with pytest.raises(Different):
             assert_same(other, shared)
+
+
+@for_each("name", FILES)
+def test_mapped_to_meta(name, tmp_path):
+    """Storages that are on no device remember where they are in the file."""
+    if name in CRASHES:
+        pytest.skip("torch crashes")
+    assert_as_torch(written(tmp_path, name), name, map_location="meta", mmap=True)
+
+
+def test_permissions_for_replacements(tmp_path):
+    """A class that the user allows under the name of another one is the one that is used."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(file_of("subclasses"))
+    with torch.serialization.safe_globals([(torch.Tensor, f"{Marked.__module__}.Marked")]):
+        assert_same(load_checkpoint(path), torch.load(path, weights_only=True))
