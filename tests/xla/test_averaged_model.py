@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers import MODKIT, TORCH, Implementation
 from tests.xla.recipes import (
-    HALF,
     agree,
     counted,
     end_step,
@@ -37,13 +36,6 @@ RULES: dict[str, Any] = {
 each_rule = pytest.mark.parametrize("rule", RULES)
 # None: the count is in host memory, as in torch.
 each_place = pytest.mark.parametrize("place_of_count", [None, "xla"])
-OWN: dict[str, dict[str, Any]] = {
-    **{precision: {"precision": precision} for precision in ("fp32", "fp64", "compensated")},
-    "stochastic": {"precision": "stochastic"},
-    "skip": {"on_nonfinite": "skip"},
-    "buffers": {"buffers": "average"},
-    "exclude": {"exclude": "3.*"},
-}
 
 
 def averaged(
@@ -73,22 +65,6 @@ def test_values(
     agree(scenario, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@each_place
-@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
-def test_values_of_own_options(
-    options: dict[str, Any], place_of_count: str | None, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Precisions, policies and selections, which torch does not have, give the values of the CPU."""
-
-    def scenario(place: torch.device) -> object:
-        given = {"dtype": dtype, "device": place_of_count, **options}
-        _, average = averaged(MODKIT, place, "EMA, of lists", **given)
-        return average.export_state_dict(), average.n_averaged
-
-    agree(scenario, device, **({} if dtype is torch.float32 else HALF))
-
-
 @each_rule
 def test_no_update_reads_or_compiles(rule: str, device: torch.device) -> None:
     """With the count on the device no update reads it, which torch does; nothing is compiled."""
@@ -101,46 +77,6 @@ def test_no_update_reads_or_compiles(rule: str, device: torch.device) -> None:
 
     assert (found["modkit"].compilations, found["modkit"].reads) == (0, 0)
     assert found["torch"].reads >= 6
-
-
-@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
-@each_place
-def test_no_update_with_own_options_reads_or_compiles(
-    options: dict[str, Any], place_of_count: str | None, device: torch.device
-) -> None:
-    """Whatever the option, and wherever the count is."""
-    net, average = averaged(MODKIT, device, "EMA, of lists", device=place_of_count, **options)
-    with counted() as counts:
-        train(net, lambda: average.update_parameters(net), 5, 11)
-
-    assert (counts.compilations, counts.reads) == (0, 0)
-
-
-@pytest.mark.parametrize("rule", ["SWA", "SWA, of lists", "SWA, one by one", "EMA, of lists"])
-@each_place
-def test_the_thousandth_update(rule: str, place_of_count: str | None, device: torch.device) -> None:
-    """The weight of the equal average changes with each update, and compiles nothing."""
-    net = torch.nn.Linear(2, 2, bias=False).to(device)
-    options = RULES[rule](MODKIT)
-    average = MODKIT.AveragedModel(net, device=device if place_of_count else None, **options)
-    expected = 0.0
-    with torch.no_grad():
-        for number in range(1000):
-            if number == 10:
-                end_step()
-                context = counted()
-                counts = context.__enter__()
-            net.weight.fill_((number % 7) + number / 100)
-            average.update_parameters(net)
-            end_step()
-            value = (number % 7) + number / 100
-            weight = 1 / (number + 1) if "SWA" in rule else 0.1 if number else 1.0
-            expected += (value - expected) * weight
-        context.__exit__(None, None, None)
-
-    assert (counts.compilations, counts.reads) == (0, 0)
-    assert int(average.n_averaged) == 1000
-    assert average.module.weight[0, 0].item() == pytest.approx(expected, rel=1e-5)
 
 
 WRITES: dict[str, Any] = {

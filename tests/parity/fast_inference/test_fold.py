@@ -139,11 +139,6 @@ def _statistics(model):
             module.running_var.mul_(2)
 
 
-def _data(model):
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 0.5
-
-
 def _load(model, **options):
     model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, **options)
 
@@ -177,21 +172,16 @@ def _replace(kind, make):
 CHANGES = {
     "in place": _in_place,
     "statistics": _statistics,
-    "data": _data,
     "loaded": _load,
-    "loaded, assigned": lambda model: _load(model, assign=True),
     "EMA": _averages,
-    "double and back": lambda model: model.double().float(),
     "eps": lambda model: setattr(FIRST_NORM(model), "eps", 0.5),
     "no affine": lambda model: setattr(FIRST_NORM(model), "weight", None),
     "no statistics": lambda model: setattr(FIRST_NORM(model), "track_running_stats", False),
     "training": lambda model: FIRST_NORM(model).train(),
-    "training and back": lambda model: (FIRST_NORM(model).train(), model.eval())[0],
     "train": lambda model: model.train(),
     "new weight": lambda model: setattr(
         FIRST_CONV(model), "weight", nn.Parameter(FIRST_CONV(model).weight.detach() * 3)
     ),
-    "no bias": lambda model: setattr(FIRST_CONV(model), "bias", None),
     "stride": lambda model: setattr(FIRST_CONV(model), "stride", (2, 2)),
     "norm becomes Identity": _replace(nn.BatchNorm2d, lambda module: nn.Identity()),
     "norm becomes GroupNorm": _replace(
@@ -200,7 +190,6 @@ CHANGES = {
     "norm becomes another": _replace(
         nn.BatchNorm2d, lambda module: nn.BatchNorm2d(module.num_features).eval()
     ),
-    "conv becomes a copy": _replace(nn.Conv2d, copy.deepcopy),
     "doubling hook on the conv": lambda model: FIRST_CONV(model).register_forward_hook(
         lambda module, args, output: output * 2
     ),

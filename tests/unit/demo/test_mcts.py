@@ -60,17 +60,6 @@ def test_wrong_usage():
     assert done.stderr == "efficientzero_mcts.py: error: argument --games: -1 is less than 1\n"
 
 
-def test_rules(demo):
-    """Three in a row win, a full board is a draw, and the board turns after each move."""
-    board, won = played(demo, 0, 3, 1, 4, 2)
-    _, drawn = played(demo, 0, 1, 2, 4, 3, 5, 7, 6, 8)
-
-    assert (won, drawn) == (1, 0)
-    assert board.squares == [-1, -1, -1, 1, 1, 0, 0, 0, 0]
-    assert board.moves() == [5, 6, 7, 8]
-    assert demo.observations([board]).flatten(2).sum(2).tolist() == [[2, 3, 4]]
-
-
 def test_search_finds_the_better_move(demo):
     """A search follows the values of its model, which are those of the player to move."""
 

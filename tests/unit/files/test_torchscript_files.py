@@ -1,6 +1,5 @@
 import hashlib
 import io
-import pickle
 import re
 import sys
 import textwrap
@@ -63,21 +62,13 @@ KINDS = {
         "torch.save file (before torch 1.6)",
         "torch.load(..., weights_only=True)",
     ),
-    "pickle": (lambda: pickle.dumps([1, 2, 3]), "pickle", "weights_only=True"),
     "export": (exported, "torch.export archive", "torch.export.load"),
     "safetensors": (
         lambda: safetensors.torch.save({"w": torch.ones(2)}),
         "safetensors file",
         "safetensors.torch.load_file",
     ),
-    "zip": (lambda: packed({"a.txt": b"a"}), "zip file", "its member 'a.txt'"),
     "text": (lambda: "zwölf\nzeilen".encode() * 2000, "text file", "it begins with 'zwölf'"),
-    "page": (lambda: b"\n<!DOCTYPE HTML><html>", "text file", "<!DOCTYPE HTML>"),
-    "pointer": (
-        lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-        "text file",
-        "git-lfs",
-    ),
     "empty": (lambda: b"", "empty file", "nothing was written"),
     "noise": (lambda: bytes(range(255, 0, -1)) * 9, "unknown file", "not a TorchScript archive"),
 }
