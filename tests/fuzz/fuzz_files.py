@@ -1,6 +1,6 @@
 """Read corrupt and hostile files: each is refused with FileError, or read as torch reads it.
 
-A fifth of the inputs are others: shards and indices, states of averages, snapshots, and commands.
+A fifth of the inputs are others: shards and indices, states of averages, and snapshots.
 
     python -m tests.fuzz.fuzz_files                               # 100,000 files
     python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute

@@ -1,4 +1,4 @@
-"""Hostile input beside single files: shards and indices, states of averages, snapshots, commands."""
+"""Hostile input beside single files: shards and indices, states of averages, snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import click.testing
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -20,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import modkit
 from modkit import files
 from modkit.averaging.posthoc import reconstruct, save_snapshot
-from modkit.cli._commands import commands
 from modkit.distributed import load_averages
 from modkit.errors import FileError
 from modkit.files.safetensors_files import save_safetensors
@@ -205,44 +203,6 @@ def shards(dice: Dice, folder: Path, hurt: Hurt) -> None:
             raise Surprise(f"{name[:100]!r} is {tensor}")
 
 
-def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
-    """Run commands on corrupt files; they print lines and return 0, 1 or 2."""
-    data = saved({"w": torch.arange(4.0), "name": "x"})
-    suffix = dice.choice([".pt", ".safetensors", ".bin.index.json", ""])
-    path = folder / f"file{suffix}"
-    if suffix == ".safetensors":
-        save_safetensors({"w": torch.ones(3), "\x1b[31m": torch.ones(1)}, path)
-        data = path.read_bytes()
-    path.write_bytes(hurt(dice, data) if dice.random() < 0.8 else saved({dice.choice(NAMES): 1}))
-    other = folder / "other.pt"
-    other.write_bytes(saved({"w": torch.ones(4)}))
-    line = dice.choice(
-        [
-            ["inspect", str(path)],
-            ["inspect", "--check", str(path)],
-            ["inspect", "--json", str(path)],
-            ["average", str(path), str(other), "-o", str(folder / "out.pt")],
-            ["average", str(path), "-o", str(folder / "out.safetensors")],
-            ["average", "--dry-run", str(path), str(other), "-o", str(folder / "out.pt")],
-            ["diff", str(path), str(other)],
-            ["diff", str(other), str(path), "--values"],
-            ["diff", str(path), str(path), "--values", "--json"],
-        ]
-    )
-    done = click.testing.CliRunner().invoke(commands, line)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    if done.exit_code not in {0, 1, 2}:
-        raise Surprise(f"{line} returned {done.exit_code}")
-    is_diff = line[0] == "diff" and done.exit_code == 1
-    if is_diff and not done.stdout:
-        raise Surprise(f"{line} returned 1 and showed no difference")
-    if not all(c.isprintable() or c == "\n" for c in done.output):
-        raise Surprise(f"{line} printed control characters: {done.output!r:.500}")
-    if done.exit_code and len(done.stderr) > LONGEST + 200:
-        raise Surprise(f"{line} printed {len(done.stderr)} characters")
-
-
 Act = Callable[[Dice, Path, Hurt], None]
 Documented = tuple[type[Exception], ...]
 # By name: what to do, and the exceptions that the documentation names.
@@ -255,7 +215,6 @@ INPUTS: dict[str, tuple[Act, Documented]] = {
         (ValueError, FileNotFoundError, cast("Any", CheckpointException)),
     ),
     "shards": (shards, (FileError, ValueError, OSError)),
-    "commands": (command_line, ()),
 }
 
 

@@ -17,7 +17,7 @@ def test_damaged_files(start: int) -> None:
 
 
 def test_inputs_that_are_not_files(tmp_path: Path) -> None:
-    """States, snapshots, shards and commands: read, or refused with a documented exception."""
+    """States, snapshots and shards: read, or refused with a documented exception."""
     for name in INPUTS:
         for number in range(12):
             place = tmp_path / f"{name} {number}"

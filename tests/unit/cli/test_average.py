@@ -49,17 +49,14 @@ def mean_of(saved: list[State]) -> State:
 
 def saved_as(folder: Path, kind: str, saved: list[State]) -> list[Path]:
     """Write the states as files of one kind, and return the arguments for the command."""
-    if kind == "safetensors":
-        paths = [folder / f"{index}.safetensors" for index in range(len(saved))]
-        for path, state in zip(paths, saved, strict=True):
-            save_file(state, path)
-        return paths
-    if kind == "torch":
-        paths = [folder / f"{index}.pt" for index in range(len(saved))]
-        for path, state in zip(paths, saved, strict=True):
-            torch.save(state, path)
-        return paths
-    return [sharded(folder / str(index), kind, state) for index, state in enumerate(saved)]
+    if "shards" in kind:
+        return [sharded(folder / str(index), kind, state) for index, state in enumerate(saved)]
+
+    write, suffix = (torch.save, "pt") if kind == "torch" else (save_file, "safetensors")
+    paths = [folder / f"{index}.{suffix}" for index in range(len(saved))]
+    for path, state in zip(paths, saved, strict=True):
+        write(state, path)
+    return paths
 
 
 def sharded(folder: Path, kind: str, state: State) -> Path:

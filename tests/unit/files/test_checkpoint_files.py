@@ -1,4 +1,3 @@
-import argparse
 import zlib
 from pathlib import Path
 
@@ -26,27 +25,6 @@ def tied(value: float) -> dict[str, torch.Tensor]:
     """Return a state in which two names are one tensor, and a third is a part of it."""
     weight = torch.full((4, 2), value)
     return {"embed": weight, "part": weight[1:3], "head": weight}
-
-
-def test_options_of_a_training_script_do_no_harm(tmp_path) -> None:
-    """A namespace of arguments beside the model, as timm saves it, is read."""
-    content = {"state_dict": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=0.1)}
-    paths = saved(tmp_path, [content])
-    allowed = set(torch.serialization.get_safe_globals())
-    found = average_checkpoints(paths, key="state_dict")
-
-    assert found["w"].item() == 1.0
-    assert set(torch.serialization.get_safe_globals()) == allowed
-
-
-def test_what_the_user_allows_stays_allowed(tmp_path) -> None:
-    """Reading a file does not take back the permission that the user has given."""
-    paths = saved(tmp_path, [{"w": torch.ones(1)}])
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        average_checkpoints(paths)
-        still = argparse.Namespace in torch.serialization.get_safe_globals()
-
-    assert still
 
 
 def test_a_class_that_would_run_is_named(tmp_path) -> None:
