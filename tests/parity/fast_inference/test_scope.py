@@ -497,7 +497,7 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_same_inside(impl, scenario):
-    """What a scenario reads, computes and leaves behind is the same inside."""
+    """Values read, computed and left behind are the same inside."""
     result = same_inside(lambda scope: scenario(scope, impl))
 
     assert result[0] == "returned"

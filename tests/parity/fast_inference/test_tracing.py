@@ -361,7 +361,7 @@ SCENARIOS = (
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_transformation(impl, scenario):
-    """What traces or transforms a network gives the same results inside."""
+    """Tracing or transforming a network gives the same results inside."""
     result = same_inside(lambda scope: scenario(scope, impl))
 
     assert result[0] == "returned"

@@ -140,20 +140,6 @@ def test_the_options_of_the_average(tmp_path: Path) -> None:
     assert read(out)["w"].dtype == torch.float64
 
 
-def test_the_average_of_a_run_loads_into_the_model(tmp_path: Path) -> None:
-    """The averages that `EMA` has saved can be averaged by their key."""
-    net = nn.Linear(2, 2)
-    ema = modkit.EMA(net)
-    for step in range(2):
-        ema.update()
-        torch.save({"ema": ema.state_dict()}, tmp_path / f"{step}.pt")
-    key = "ema.averages.0.tensors"
-    done = run(tmp_path / "0.pt", tmp_path / "1.pt", "-o", tmp_path / "out.pt", "--key", key)
-
-    assert done.exit_code == 0
-    assert nn.Linear(2, 2).load_state_dict(read(tmp_path / "out.pt")).missing_keys == []
-
-
 def posthoc(folder: Path) -> State:
     """Train with snapshots of two widths; return an average of a third."""
     net = nn.Linear(1, 1, bias=False)

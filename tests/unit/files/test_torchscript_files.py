@@ -269,16 +269,3 @@ def test_other_sources(tmp_path):
         verified(io.StringIO("text"))
     with pytest.raises(FileError, match="is not a regular file"):
         verified("/dev/null")
-
-
-def test_functions_are_archives_too():
-    """The archive of a compiled function passes."""
-    buffer = io.BytesIO()
-    torch.jit.save(torch.jit.script(_double), buffer)
-
-    assert verified(buffer) == {}
-
-
-def _double(values: torch.Tensor) -> torch.Tensor:
-    """Return twice the values."""
-    return values * 2
