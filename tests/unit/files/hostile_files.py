@@ -66,7 +66,7 @@ def pickle_of(data):
     return [member.name.endswith(b"/data.pkl") for member in unpacked(data)].index(True)
 
 
-REFUSED_ZIPS = {
+REFUSED_ZIPS: dict[str, Callable[[bytes], bytes]] = {
     "empty name": lambda d: added(d, b""),
     "name of a slash": lambda d: added(d, b"/"),
     "absolute name": lambda d: added(d, b"/etc/passwd"),
@@ -139,7 +139,7 @@ REFUSED_ZIPS = {
     "zeros": lambda d: bytes(len(d)),
 }
 # Fields that readers do not need. They are refused, or change nothing.
-HARMLESS_ZIPS = {
+HARMLESS_ZIPS: dict[str, Callable[[bytes], bytes]] = {
     "name that leaves the folder": lambda d: added(d, b"FOLDER/../../evil"),
     "control characters in a name": lambda d: added(d, b"FOLDER/a\x1b[31m\nb"),
     "right-to-left name": lambda d: added(d, "FOLDER/\u202egnp.exe".encode()),
@@ -374,7 +374,7 @@ def pickled(case: bytes) -> Callable[[bytes], bytes]:
 # A set, which torch reads and the unpickler of modkit does not, keeps the file from the fast path.
 BESIDE_A_SET = b"\x80\x02}" + text("set") + called(named("__builtin__", "set"), EMPTY) + b"s"
 # Every reader of checkpoints refuses these, with a reason.
-REFUSED_PICKLES = {
+REFUSED_PICKLES: dict[str, Callable[[bytes], bytes]] = {
     **{name: pickled(case) for name, case in (BROKEN | DEEP | BOMBS).items()},
     **{name: pickled(state(case)) for name, case in WRONG_TENSORS.items()},
     **{
@@ -383,4 +383,6 @@ REFUSED_PICKLES = {
     },
 }
 # They are read as torch reads them, or refused.
-ODD_PICKLES = {name: pickled(state(case)) for name, case in ODD.items()}
+ODD_PICKLES: dict[str, Callable[[bytes], bytes]] = {
+    name: pickled(state(case)) for name, case in ODD.items()
+}
