@@ -129,6 +129,7 @@ REFUSED_ZIPS: dict[str, Callable[[bytes], bytes]] = {
     "bytes before": lambda d: build(unpacked(d), before=b"#!/bin/sh\n"),
     "bytes before, offsets kept": lambda d: b"#!/bin/sh\n" + d,
     "comment": lambda d: build(unpacked(d), comment=b"comment"),
+    "length of a comment": lambda d: build(unpacked(d), end={"comment": 4}),
     "end in a comment": lambda d: build(unpacked(d), comment=d[-98:]),
     "two files": lambda d: d + d,
     "no members": lambda d: build([]),
