@@ -133,3 +133,14 @@ def test_files(map_location: str | None, tmp_path: Path, device: torch.device) -
 
     assert {one.device for one in found.values()} == {one.device for one in expected.values()}
     torch.testing.assert_close(on_host(found), on_host(expected), rtol=0, atol=0)
+
+
+def test_reading_a_file_to_the_device_is_refused_by_torch(
+    tmp_path: Path, device: torch.device
+) -> None:
+    """torch_xla registers no place for storages, so modkit raises the error of torch."""
+    modkit.save_checkpoint({"net": network("cpu").state_dict()}, tmp_path / "cpu.pt")
+    for load in (torch.load, modkit.load_checkpoint):
+        with pytest.raises(RuntimeError, match="don't know how to restore data location") as caught:
+            load(tmp_path / "cpu.pt", map_location=device)
+        assert type(caught.value) is RuntimeError
