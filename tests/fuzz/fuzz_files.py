@@ -5,7 +5,6 @@ A fifth of the inputs are others: shards and indices, states of averages, snapsh
     python -m tests.fuzz.fuzz_files                               # 100,000 files
     python -m tests.fuzz.fuzz_files --seed 7 --seconds 60         # others, for a minute
     python -m tests.fuzz.fuzz_files --seed 7 --only 1474          # one file, with the traceback
-    python -m tests.fuzz.fuzz_files --atheris                     # guided by coverage, needs atheris
 
 Workers read the files; one that dies or takes too long names its file. Files that show a fault are kept in
 ``build/fuzz``. The seed and the number of a file determine it, on one version of torch.
@@ -14,7 +13,6 @@ Workers read the files; one that dies or takes too long names its file. Files th
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import importlib
 import json
@@ -417,39 +415,6 @@ def one(options: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def guided(options: argparse.Namespace) -> int:
-    """Let atheris generate pickles for coverage, in files with correct checksums."""
-    with contextlib.suppress(ImportError):
-        atheris = importlib.import_module("atheris")
-        with atheris.instrument_imports(include=["modkit.files"]):
-            for name in [name for name in sys.modules if name.startswith("modkit.files")]:
-                importlib.reload(sys.modules[name])
-        return explore(atheris, options)
-    print("needs the package atheris")
-    return 2
-
-
-def explore(atheris: Any, options: argparse.Namespace) -> int:
-    """Run atheris on the readers of checkpoints; an error ends the run."""
-    from tests.unit.files.raw_zip import unpacked, with_pickle
-
-    folder = Path(tempfile.mkdtemp())
-    corpus = KEPT / "corpus"
-    corpus.mkdir(parents=True, exist_ok=True)
-    for name, data in seeds().items():
-        pickles = [m.data for m in unpacked(data) if m.name.endswith(b"/data.pkl")]
-        (corpus / name.replace(" ", "-")).write_bytes(pickles[0] if pickles else b"")
-
-    def read(pickled: bytes) -> None:
-        data = with_pickle(seeds()["plain"], pickled)
-        for fault in faults_of(Case("plain", "atheris", data, True), 1, folder, Counter()):
-            raise AssertionError(fault)
-
-    atheris.Setup([sys.argv[0], f"-max_total_time={options.seconds or 60}", str(corpus)], read)
-    atheris.Fuzz()
-    return 0
-
-
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -459,15 +424,12 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit", type=float, default=5.0, help="seconds for one file")
     parser.add_argument("--only", type=int, help="read this file alone")
-    parser.add_argument("--atheris", action="store_true", help="let atheris choose")
     parser.add_argument("--clock", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--step", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.clock is not None:
         return work(options)
-    if options.atheris:
-        return guided(options)
     return fuzz(options) if options.only is None else one(options)
 
 

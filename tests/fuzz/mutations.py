@@ -17,6 +17,14 @@ import torch
 
 from tests.fuzz.other_inputs import INPUTS
 from tests.unit.files.checkpoint_zoo import CONTENTS, WAYS, file_of, file_written, scripted
+from tests.unit.files.hostile_files import (
+    BOMBS,
+    DEEP,
+    HARMLESS_ZIPS,
+    ODD_PICKLES,
+    REFUSED_PICKLES,
+    REFUSED_ZIPS,
+)
 from tests.unit.files.raw_zip import (
     CENTRAL,
     DESCRIPTOR,
@@ -376,10 +384,24 @@ def aliased(dice: Dice, data: bytes) -> bytes:
     return build(members)
 
 
+def container_of_the_table(dice: Dice, data: bytes) -> bytes:
+    """Change the container as a row of the table of hostile files does."""
+    rows = REFUSED_ZIPS | HARMLESS_ZIPS
+    name = dice.choice([name for name in rows if name != "many members"])
+    return rows[name](data)
+
+
+def pickle_of_the_table(dice: Dice, data: bytes) -> bytes:
+    """Put in a pickle of the table of hostile files; not a bomb, which torch, the oracle, would run."""
+    rows = REFUSED_PICKLES | ODD_PICKLES
+    return rows[dice.choice([name for name in rows if name not in BOMBS | DEEP])](data)
+
+
 UNCHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
     "corrupted": corrupted,
     "field": field,
     "local": local,
+    "table, container": container_of_the_table,
 }
 CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
     "repaired": repaired,
@@ -388,4 +410,5 @@ CHECKED: dict[str, Callable[[Dice, bytes], bytes]] = {
     "spliced": spliced,
     "aligned": aligned,
     "aliased": aliased,
+    "table, pickle": pickle_of_the_table,
 }

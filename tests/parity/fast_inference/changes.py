@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 from collections import OrderedDict
 from typing import Any
 
@@ -10,9 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
-from torch.optim.swa_utils import AveragedModel
-
-import modkit
 
 
 def extra(width: int = 6, out: int = 6) -> nn.Linear:
@@ -42,10 +38,6 @@ def _data(net: Any) -> None:
     net.blocks[0].scale.data = torch.full((6,), 3.0)
 
 
-def _data_of_other_dtype(net: Any) -> None:
-    net.head[2].weight.data = net.head[2].weight.data.double()
-
-
 def _set_data(net: Any) -> None:
     torch.utils.swap_tensors(net.stem[0].bias, nn.Parameter(torch.full((6,), 0.25)))
 
@@ -63,14 +55,6 @@ def _emptied(net: Any) -> None:
     with torch.no_grad():
         for tensor in (*net.parameters(), *net.buffers()):
             tensor.fill_(1)
-
-
-def _load_wrong(net: Any) -> None:
-    state = net.state_dict()
-    state.pop("stem.0.weight")
-    state["unknown"] = torch.ones(1)
-    with contextlib.suppress(RuntimeError):
-        net.load_state_dict(state)
 
 
 def _swap_layers(net: Any) -> None:
@@ -133,15 +117,6 @@ def _parameters(net: Any) -> None:
     net.stem[0]._parameters["bias"] = None
 
 
-def _deleted_parameters(net: Any) -> None:
-    del net.blocks[0]._parameters["scale"]
-
-
-def _parameter_to_module(net: Any) -> None:
-    del net.blocks[0].fc
-    net.blocks[0].fc = torch.nn.functional.relu
-
-
 def _plain_over_module(net: Any) -> None:
     net.blocks[0].__dict__["fc"] = F.relu
 
@@ -154,11 +129,6 @@ def _plain_over_parameter(net: Any) -> None:
 def _weight_as_attribute(net: Any) -> None:
     del net.stem[0].weight
     net.stem[0].weight = torch.full((6, 4), 0.5)
-
-
-def _weight_as_buffer(net: Any) -> None:
-    del net.stem[0].weight
-    net.stem[0].register_buffer("weight", torch.full((6, 4), 0.5))
 
 
 def _class(net: Any) -> None:
@@ -179,12 +149,6 @@ def _dict(net: Any) -> None:
     net.stem[0].__dict__ = dict(other.__dict__)
 
 
-def _parametrized_twice(net: Any) -> None:
-    parametrize.register_parametrization(net.stem[0], "weight", Double())
-    parametrize.register_parametrization(net.stem[0], "weight", Double())
-    parametrize.register_parametrization(net.blocks[0], "scale", Double())
-
-
 def _parametrized_and_back(net: Any) -> None:
     parametrize.register_parametrization(net.stem[0], "weight", Double())
     parametrize.remove_parametrizations(net.stem[0], "weight")
@@ -195,57 +159,18 @@ def _old_weight_norm(net: Any) -> None:
         nn.utils.weight_norm(net.stem[0])
 
 
-def _old_weight_norm_removed(net: Any) -> None:
-    _old_weight_norm(net)
-    nn.utils.remove_weight_norm(net.stem[0])
-
-
-def _pruned_for_good(net: Any) -> None:
-    prune.l1_unstructured(net.stem[0], "weight", amount=0.5)
-    prune.remove(net.stem[0], "weight")
-
-
-def _averaged(net: Any) -> None:
-    ema = modkit.EMA(net, 0.5)
-    ema.update()
-    _in_place(net)
-    ema.update()
-    ema.copy_to(net)
-
-
-def _averaged_model(net: Any) -> None:
-    average = AveragedModel(net)
-    _in_place(net)
-    average.update_parameters(net)
-    net.load_state_dict(average.module.state_dict())
-
-
 def _copy_put_in(net: Any) -> None:
     net.blocks[1] = copy.deepcopy(net.blocks[0])
     net.stem = copy.deepcopy(net.stem)
 
 
-def _pickled_put_in(net: Any) -> None:
-    net.head = pickle.loads(pickle.dumps(net.head))
-
-
-def _inputs_dependent(net: Any) -> None:
-    net.stem[0].in_features = 7
-    net.stem[1].num_features = 3
-
-
 STRUCTURE: dict[str, Any] = {
     "setattr": lambda net: setattr(net.blocks[0], "fc", extra()),
-    "setattr None": lambda net: setattr(net.blocks[0], "fc", None),
     "setattr parameter": lambda net: setattr(net.blocks[0], "scale", nn.Parameter(torch.zeros(6))),
     "setattr buffer": lambda net: setattr(net.blocks[0], "shift", torch.ones(6)),
-    "setattr Sequential": lambda net: setattr(net, "stem", nn.Sequential(extra(4))),
     "delattr": lambda net: delattr(net.blocks[0], "fc"),
     "delattr parameter": lambda net: delattr(net.blocks[0], "scale"),
-    "delattr weight": lambda net: delattr(net.stem[0], "weight"),
     "add_module": lambda net: net.stem.add_module("last", extra()),
-    "add_module, replacing": lambda net: net.stem.add_module("0", extra(4)),
-    "register_module": lambda net: net.head.register_module("last", extra(3)),
     "register_parameter": lambda net: net.blocks[0].register_parameter("scale", None),
     "register_buffer": lambda net: net.blocks[0].register_buffer("shift", torch.ones(6)),
     "set_submodule": lambda net: net.set_submodule("blocks.0.fc", extra()),
@@ -254,19 +179,12 @@ STRUCTURE: dict[str, Any] = {
     "Sequential with None": lambda net: net.stem._modules.__setitem__("1", None),
     "append": lambda net: net.stem.append(extra()),
     "insert": lambda net: net.stem.insert(1, extra()),
-    "insert last": lambda net: net.head.insert(-1, extra()),
-    "extend": lambda net: net.head[1].extend([extra(), nn.ReLU()]),
     "setitem": lambda net: net.stem.__setitem__(2, nn.Sigmoid()),
     "delitem": lambda net: net.stem.__delitem__(1),
-    "delitem slice": lambda net: net.stem.__delitem__(slice(1, None)),
     "pop": lambda net: net.head[1].pop(0),
-    "iadd": lambda net: net.stem.__iadd__(nn.Sequential(extra())),
-    "imul": lambda net: net.head[1].__imul__(2),
     "list append": lambda net: net.blocks.append(extra()),
     "list setitem": lambda net: net.blocks.__setitem__(0, extra()),
-    "list delitem": lambda net: net.blocks.__delitem__(0),
     "dict setitem": lambda net: net.named.__setitem__("a", extra()),
-    "dict pop": lambda net: net.named.pop("a"),
     "dict clear": lambda net: net.named.clear(),
     "swapped layers": _swap_layers,
     "replaced table": _replaced_table,
@@ -281,17 +199,13 @@ STRUCTURE: dict[str, Any] = {
     "reordered": _reordered,
     "buffers": _buffers,
     "parameters": _parameters,
-    "deleted parameters": _deleted_parameters,
-    "module becomes a function": _parameter_to_module,
     "plain attribute over a module": _plain_over_module,
     "plain attribute over a parameter": _plain_over_parameter,
     "weight as an attribute": _weight_as_attribute,
-    "weight as a buffer": _weight_as_buffer,
     "class": _class,
     "class of a layer": _layer_class,
     "__dict__": _dict,
     "copies put in": _copy_put_in,
-    "unpickled put in": _pickled_put_in,
 }
 
 ATTRIBUTES: dict[str, Any] = {
@@ -302,64 +216,43 @@ ATTRIBUTES: dict[str, Any] = {
     "dropout": lambda net: (setattr(net.head[0], "p", 0.5), net.train())[0],
     "dropout, bad p": lambda net: setattr(net.head[0], "p", 2.0),
     "eps": lambda net: setattr(net.blocks[0].norm, "eps", 0.1),
-    "eps of a BatchNorm": lambda net: setattr(net.stem[1], "eps", 0.1),
     "negative eps": lambda net: setattr(net.stem[1], "eps", -1.0),
-    "momentum": lambda net: (setattr(net.stem[1], "momentum", None), net.train())[0],
     "track_running_stats": lambda net: setattr(net.stem[1], "track_running_stats", False),
     "no statistics": lambda net: setattr(net.stem[1], "running_mean", None),
     "affine": lambda net: setattr(net.stem[1], "affine", False),
     "inplace": lambda net: setattr(net.stem[2], "inplace", True),
-    "inplace, no bool": lambda net: setattr(net.stem[2], "inplace", "yes"),
     "normalized_shape": lambda net: setattr(net.blocks[0].norm, "normalized_shape", (3, 6)),
     "approximate": lambda net: setattr(net.head[1][2], "approximate", "tanh"),
-    "bad approximate": lambda net: setattr(net.head[1][2], "approximate", "unknown"),
     "deleted attribute": lambda net: delattr(net.blocks[0].norm, "eps"),
     "deleted training": lambda net: delattr(net.stem[1], "training"),
     "own attribute": lambda net: setattr(net.blocks[0], "ratio", 2.0),
-    "features": _inputs_dependent,
 }
 
 CONVERSION: dict[str, Any] = {
     "double": lambda net: net.double(),
-    "half": lambda net: net.half(),
-    "bfloat16": lambda net: net.to(torch.bfloat16),
-    "double of a block": lambda net: net.blocks[0].double(),
     "double and back": lambda net: net.double().float(),
     "meta": lambda net: net.to("meta"),
     "to_empty": _emptied,
     "requires_grad_": lambda net: net.requires_grad_(False),
-    "share_memory": lambda net: net.share_memory(),
     "apply": lambda net: net.apply(
         lambda m: nn.init.ones_(m.weight) if isinstance(m, nn.Linear) else None
     ),
-    "_apply": lambda net: net._apply(lambda tensor: tensor * 2),
 }
 
 WEIGHTS: dict[str, Any] = {
     "in place": _in_place,
     "data": _data,
-    "data of another dtype": _data_of_other_dtype,
     "swap_tensors": _set_data,
     "loaded": _load,
     "loaded, assigned": lambda net: _load(net, assign=True),
-    "loaded in part": _load_wrong,
     "loaded into a layer": lambda net: net.stem[0].load_state_dict(
         {"weight": torch.ones(6, 4), "bias": torch.zeros(6)}, assign=True
     ),
     "parametrized": lambda net: parametrize.register_parametrization(
         net.stem[0], "weight", Double()
     ),
-    "parametrized twice": _parametrized_twice,
     "parametrized and back": _parametrized_and_back,
     "weight_norm": lambda net: parametrizations.weight_norm(net.head[2]),
-    "spectral_norm": lambda net: parametrizations.spectral_norm(net.head[1][1]),
-    "orthogonal": lambda net: parametrizations.orthogonal(net.blocks[0].fc),
     "hook-based weight_norm": _old_weight_norm,
-    "hook-based weight_norm, removed": _old_weight_norm_removed,
-    "hook-based spectral_norm": lambda net: nn.utils.spectral_norm(net.stem[0]),
     "pruned": lambda net: prune.l1_unstructured(net.stem[0], "weight", amount=0.5),
-    "pruned for good": _pruned_for_good,
-    "pruned, a user's module": lambda net: prune.random_unstructured(net.blocks[0], "scale", 0.5),
-    "EMA": _averaged,
-    "AveragedModel": _averaged_model,
 }

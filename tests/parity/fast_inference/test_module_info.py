@@ -128,33 +128,6 @@ def test_user_class_of_the_layer(info):
     assert differing == []
 
 
-def _as(dtype, value):
-    """Convert the floating-point tensors of inputs."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _as(dtype, item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_as(dtype, item) for item in value)
-    return value
-
-
-@every_info
-def test_low_precision(info):
-    """A bf16 or fp16 layer gives equal results, or the same error, inside."""
-    differing = []
-    for label, sample, training in samples(info, torch.float32, most=1):
-        for dtype in (torch.bfloat16, torch.float16):
-            inputs, keywords = _as(dtype, (sample.inputs, sample.input_kwargs))
-            low = Sample(sample.layer, sample.args, sample.kwargs, inputs, keywords)
-            found = differing_keys(
-                lambda scope: calls(built(low, dtype, training), low, "inference_mode", scope)
-            )
-            differing += [(label, str(dtype), key) for key in found]
-
-    assert differing == []
-
-
 def first_tensor(change):
     """Change the first tensor of the inputs."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, clean_global_hooks
-from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
+from tests.parity.fast_inference.layers import FUNCTIONS, input_for
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import (
     bits,
@@ -60,29 +60,6 @@ def in_containers(layer):
         "attribute, torch": holder_of(TORCH, layer),
         "attribute, modkit": holder_of(MODKIT, layer),
     }
-
-
-@for_each("name", [*FUNCTIONS, *OTHERS])
-def test_layer(name):
-    """Each layer gives the same results inside, in each container, mode and dtype."""
-    make, shape = (FUNCTIONS | OTHERS)[name]
-
-    def scenario(scope):
-        seen = {}
-        for training, dtype in ((False, torch.float32), (True, torch.float64)):
-            seed()
-            layer = make().to(dtype).train(training)
-            for kind, model in in_containers(layer).items():
-                with scope(model):
-                    for mode in ("inference_mode", "grad"):
-                        x = input_for(name, shape, dtype)
-                        x.requires_grad_(x.is_floating_point() and "in place" not in name)
-                        key = training, str(dtype), kind, mode
-                        seen[key] = called(model, mode, (x,), {})
-                seen[training, str(dtype), kind] = left_behind(model)
-        return seen
-
-    assert differing_keys(scenario) == []
 
 
 @for_each("name", FUNCTIONS)
@@ -217,7 +194,7 @@ def _forward(layer, x):
     return x * 3
 
 
-TARGETS = ("", "stem", "stem.0", "stem.1", "blocks.0", "head.1", "head.1.1")
+TARGETS = ("", "stem.1", "blocks.0", "head.1", "head.1.1")
 INSTANCE = {
     "forward": _forward,
     "_call_impl": _forward,

@@ -1,6 +1,5 @@
 import copy
 import itertools
-import operator
 import re
 import warnings
 
@@ -163,89 +162,41 @@ def test_layouts_and_autocast(name):
     assert differing_keys(scenario) == []
 
 
-def test_modes_on_a_network(impl):
-    """Modes see the same calls of a whole network, in every gradient mode."""
-
-    def scenario(scope):
-        seen = {}
-        model = net(impl)
-        with scope(model):
-            for name, make in MODES.items():
-                for gradient in (torch.no_grad, torch.enable_grad, torch.inference_mode):
-                    with gradient(), make() as mode:
-                        seen[name, gradient.__name__] = outcome(lambda: model(batch()))
-                    seen[name, gradient.__name__, "log"] = mode.log
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
 def operations(graph):
     """Return what a graph does, without the places where it reads parameters."""
     return [(node.op, str(node.target)) for node in graph.nodes if node.op != "get_attr"]
 
 
-def test_fx_graph(impl):
+def fx_graph(scope, impl):
     """`torch.fx.symbolic_trace` inside gives the operations that it gives outside.
 
     Where a parameter is read may differ, since fx patches ``__getattr__`` to see it.
     """
-
-    def scenario(scope):
-        model = net(impl)
-        with scope(model):
-            traced = fx.symbolic_trace(model)
-            result = traced(batch())
-        return operations(traced.graph), result, list(traced.state_dict()), traced(batch())
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    with scope(model):
+        traced = fx.symbolic_trace(model)
+        result = traced(batch())
+    return operations(traced.graph), result, list(traced.state_dict()), traced(batch())
 
 
-def test_fx_graph_of_parts(impl):
+def fx_graph_of_parts(scope, impl):
     """Tracing a Sequential, and a graph of all operations, gives the same code inside."""
 
     class Deep(fx.Tracer):
         def is_leaf_module(self, module, name):
             return isinstance(module, (nn.BatchNorm1d, nn.LayerNorm))
 
-    def scenario(scope):
-        model = net(impl)
-        with scope(model):
-            codes = [fx.symbolic_trace(model.head).code, fx.symbolic_trace(model.stem[0]).code]
-            deep = Deep().trace(model)
-            moved = fx.GraphModule(model, deep)
-            return (
-                codes,
-                operations(deep),
-                moved(batch()),
-                outcome(lambda: fx.symbolic_trace(lambda x: 1)),
-            )
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
-
-
-def test_fx_transformed_inside(impl):
-    """A graph module that was made outside and is changed and called inside follows."""
-
-    def scenario(scope):
-        traced = fx.symbolic_trace(net(impl))
-        with scope(traced):
-            before = traced(batch())
-            for node in traced.graph.nodes:
-                if node.op == "call_module" and isinstance(
-                    traced.get_submodule(node.target), nn.ReLU
-                ):
-                    node.op, node.target = "call_function", torch.sigmoid
-            traced.recompile()
-            return before, traced(batch()), traced.code
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    with scope(model):
+        codes = [fx.symbolic_trace(model.head).code, fx.symbolic_trace(model.stem[0]).code]
+        deep = Deep().trace(model)
+        moved = fx.GraphModule(model, deep)
+        return (
+            codes,
+            operations(deep),
+            moved(batch()),
+            outcome(lambda: fx.symbolic_trace(lambda x: 1)),
+        )
 
 
 def unmangled(graph):
@@ -253,180 +204,106 @@ def unmangled(graph):
     return re.sub(r"___torch_mangle_\d+\.", "", str(graph))
 
 
-def test_jit_trace(impl):
+def jit_trace(scope, impl):
     """`torch.jit.trace` inside records the same graph."""
-
-    def scenario(scope):
-        model = net(impl)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with scope(model):
-                traced = torch.jit.trace(model, batch())
-                part = torch.jit.trace(model.head[1], torch.ones(2, 6))
-                inside = traced(batch())
-        graphs = [unmangled(traced.graph), unmangled(traced.inlined_graph), part.code]
-        return inside, traced(batch(2)), graphs
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with scope(model):
+            traced = torch.jit.trace(model, batch())
+            part = torch.jit.trace(model.head[1], torch.ones(2, 6))
+            inside = traced(batch())
+    graphs = [unmangled(traced.graph), unmangled(traced.inlined_graph), part.code]
+    return inside, traced(batch(2)), graphs
 
 
-def test_jit_script(impl):
-    """`torch.jit.script` of a layer or a Sequential inside gives the same code."""
-
-    def scenario(scope):
-        model = net(impl)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with scope(model):
-                scripted = torch.jit.script(model.stem)
-                other = torch.jit.script(model.head[1][1])
-                with torch.no_grad():
-                    result = scripted(batch())
-        return scripted.code, other.code, result, [n for n, _ in scripted.named_parameters()]
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
-
-
-def test_functional_call(impl):
+def functional_call_inside(scope, impl):
     """`torch.func.functional_call` inside uses the given tensors, and then the module's again."""
-
-    def scenario(scope):
-        model = net(impl)
-        state = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
-        part = {"stem.0.weight": torch.ones(6, 4), "blocks.0.scale": torch.zeros(6)}
-        seen = []
-        with scope(model):
-            seen += [functional_call(model, state, (batch(),)), model(batch())]
-            seen += [functional_call(model, part, (batch(),)), model(batch())]
-            seen += [outcome(lambda: functional_call(model, {"unknown": batch()}, (batch(),)))]
-            seen += [outcome(lambda: functional_call(model, {"stem.0.weight": batch()}, batch()))]
-            seen += [outcome(lambda: functional_call(model, part, ("text",)))]
-            seen += [model(batch()), functional_call(model.stem, {"0.bias": None}, (batch(),))]
-        return seen, left_behind(model)
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    state = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
+    part = {"stem.0.weight": torch.ones(6, 4), "blocks.0.scale": torch.zeros(6)}
+    seen = []
+    with scope(model):
+        seen += [functional_call(model, state, (batch(),)), model(batch())]
+        seen += [functional_call(model, part, (batch(),)), model(batch())]
+        seen += [outcome(lambda: functional_call(model, {"unknown": batch()}, (batch(),)))]
+        seen += [outcome(lambda: functional_call(model, {"stem.0.weight": batch()}, batch()))]
+        seen += [outcome(lambda: functional_call(model, part, ("text",)))]
+        seen += [model(batch()), functional_call(model.stem, {"0.bias": None}, (batch(),))]
+    return seen, left_behind(model)
 
 
-def test_transforms(impl):
+def transforms(scope, impl):
     """`vmap`, `grad`, `jacrev` and `jvp` through a network give the same results inside."""
+    model, other = net(impl), net(impl, 1)
+    stacked = stack_module_state([model, other])
+    base = copy.deepcopy(model).to("meta")
+    seen = []
+    with scope(model), scope(base):
 
-    def scenario(scope):
-        model, other = net(impl), net(impl, 1)
-        stacked = stack_module_state([model, other])
-        base = copy.deepcopy(model).to("meta")
-        seen = []
-        with scope(model), scope(base):
+        def call(parameters, buffers, x):
+            return functional_call(base, (parameters, buffers), (x,))
 
-            def call(parameters, buffers, x):
-                return functional_call(base, (parameters, buffers), (x,))
+        seen += [vmap(call, in_dims=(0, 0, None))(*stacked, batch())]
+        seen += [vmap(model)(batch()[:, None]), vmap(model.stem)(batch()[:, None])]
 
-            seen += [vmap(call, in_dims=(0, 0, None))(*stacked, batch())]
-            seen += [vmap(model)(batch()[:, None]), vmap(model.stem)(batch()[:, None])]
+        def loss(parameters):
+            return functional_call(model, parameters, (batch(),)).square().sum()
 
-            def loss(parameters):
-                return functional_call(model, parameters, (batch(),)).square().sum()
-
-            seen += [grad(loss)(dict(model.named_parameters()))]
-            seen += [torch.func.jacrev(model)(batch(1)), torch.func.jacfwd(model)(batch(1))]
-            seen += [torch.func.jvp(model, (batch(),), (torch.ones(3, 4),))]
-            seen += [torch.func.hessian(lambda x: model(x).sum())(batch(1)), model(batch())]
-        return seen
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+        seen += [grad(loss)(dict(model.named_parameters()))]
+        seen += [torch.func.jacrev(model)(batch(1)), torch.func.jacfwd(model)(batch(1))]
+        seen += [torch.func.jvp(model, (batch(),), (torch.ones(3, 4),))]
+        seen += [torch.func.hessian(lambda x: model(x).sum())(batch(1)), model(batch())]
+    return seen
 
 
-def test_make_fx(impl):
+def make_fx_inside(scope, impl):
     """`make_fx` records the same operators inside."""
-
-    def scenario(scope):
-        model = net(impl)
-        with scope(model), torch.no_grad():
-            return [make_fx(part)(x).code for part, x in ((model, batch()), (model.stem, batch()))]
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    with scope(model), torch.no_grad():
+        return [make_fx(part)(x).code for part, x in ((model, batch()), (model.stem, batch()))]
 
 
-def test_forward_gradients_and_checkpointing(impl):
+def forward_gradients_and_checkpointing(scope, impl):
     """Forward-mode gradients and activation checkpointing give the same results inside."""
-
-    def scenario(scope):
-        model = net(impl)
-        with scope(model):
-            with torch.autograd.forward_ad.dual_level():
-                dual = torch.autograd.forward_ad.make_dual(batch(), torch.ones(3, 4))
-                tangent = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
-            x = batch().requires_grad_()
-            output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
-            output.sum().backward()
-            parts = torch.utils.checkpoint.checkpoint_sequential(
-                model.stem, 2, batch().requires_grad_(), use_reentrant=False
-            )
-        return tangent, output, x.grad, [p.grad for p in model.parameters()], parts
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
-
-
-def test_compile_and_export(impl):
-    """`torch.compile` and `torch.export` inside, and a compiled model inside, give the same."""
-
-    def scenario(scope):
-        torch._dynamo.reset()
-        model, seen = net(impl).eval(), []
-        with torch.no_grad():
-            with scope(model):
-                seen.append(torch.compile(model, backend="eager", fullgraph=True)(batch()))
-            outside = torch.compile(model, backend="eager")
-            seen.append(outside(batch()))
-            with scope(model):
-                seen.append(outside(batch()))
-            with scope(outside):
-                seen += [outside(batch()), model(batch())]
-            with scope(model):
-                model.head.compile(backend="eager")
-                seen += [model(batch())]
-                exported = torch.export.export(net(impl).eval(), (batch(),))
-                with scope(exported.module()) as module:
-                    seen.append(module(batch()))
-            seen += [outside(batch()), model(batch())]
-        return seen, left_behind(model)
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
-
-
-def test_export_inside(impl):
-    """`torch.export` of a model inside its scope gives the same graph and signature."""
-
-    def scenario(scope):
-        torch._dynamo.reset()
-        model = net(impl).eval()
-        with scope(model):
-            exported = torch.export.export(model, (batch(),))
-        names = operator.attrgetter("inputs_to_parameters", "inputs_to_buffers")(
-            exported.graph_signature
+    model = net(impl)
+    with scope(model):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(batch(), torch.ones(3, 4))
+            tangent = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+        x = batch().requires_grad_()
+        output = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        output.sum().backward()
+        parts = torch.utils.checkpoint.checkpoint_sequential(
+            model.stem, 2, batch().requires_grad_(), use_reentrant=False
         )
-        code = exported.graph_module.code
-        return code, names, exported.module()(batch()), left_behind(model)
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    return tangent, output, x.grad, [p.grad for p in model.parameters()], parts
 
 
-def test_function_modes_that_change_results(impl):
+def compile_and_export(scope, impl):
+    """`torch.compile` and `torch.export` inside, and a compiled model inside, give the same."""
+    torch._dynamo.reset()
+    model, seen = net(impl).eval(), []
+    with torch.no_grad():
+        with scope(model):
+            seen.append(torch.compile(model, backend="eager", fullgraph=True)(batch()))
+        outside = torch.compile(model, backend="eager")
+        seen.append(outside(batch()))
+        with scope(model):
+            seen.append(outside(batch()))
+        with scope(outside):
+            seen += [outside(batch()), model(batch())]
+        with scope(model):
+            model.head.compile(backend="eager")
+            seen += [model(batch())]
+            exported = torch.export.export(net(impl).eval(), (batch(),))
+            with scope(exported.module()) as module:
+                seen.append(module(batch()))
+        seen += [outside(batch()), model(batch())]
+    return seen, left_behind(model)
+
+
+def function_modes_that_change_results(scope, impl):
     """A mode that replaces what `F.linear` returns has the same effect inside."""
 
     class Doubling(TorchFunctionMode):
@@ -434,16 +311,11 @@ def test_function_modes_that_change_results(impl):
             result = function(*args, **(kwargs or {}))
             return result * 2 if function is F.linear else result
 
-    def scenario(scope):
-        model = net(impl)
-        with scope(model), Doubling():
-            first = run(model, "no_grad")
-        with scope(model):
-            return first, run(model, "no_grad")
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    model = net(impl)
+    with scope(model), Doubling():
+        first = run(model, "no_grad")
+    with scope(model):
+        return first, run(model, "no_grad")
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
@@ -470,5 +342,26 @@ def test_default_dtype_and_device(impl, default):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = same_inside(scenario)
+
+    assert result[0] == "returned"
+
+
+SCENARIOS = (
+    fx_graph,
+    fx_graph_of_parts,
+    jit_trace,
+    functional_call_inside,
+    transforms,
+    make_fx_inside,
+    forward_gradients_and_checkpointing,
+    compile_and_export,
+    function_modes_that_change_results,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_transformation(impl, scenario):
+    """Tracing or transforming a network gives the same results inside."""
+    result = same_inside(lambda scope: scenario(scope, impl))
 
     assert result[0] == "returned"

@@ -120,27 +120,18 @@ def own_paths(impl):
     }
 
 
-def test_modules_with_a_path_of_their_own_get_no_function(impl):
+def test_modules_with_a_path_of_their_own(impl):
     """Overrides of how a module is called or read, compiled and scripted modules are left alone."""
-    models = own_paths(impl)
-    slots = {name: vars(model).get(SLOT) for name, model in models.items()}
-    with modkit.fast_inference(nn.ModuleList(models.values())):
-        inside = {name: vars(model).get(SLOT) for name, model in models.items()}
-
-    assert inside == slots
-    assert [name for name, slot in slots.items() if slot is not None] == ["compiled"]
-
-
-def test_modules_with_a_path_of_their_own_give_the_same_results(impl):
-    """They are called as they are called outside."""
 
     def scenario(scope):
         torch._dynamo.reset()
         models = own_paths(impl)
         with scope(nn.ModuleList(models.values())):
-            return {
+            slots = [name for name, model in models.items() if vars(model).get(SLOT) is not None]
+            results = {
                 name: outcome(lambda model=model: model(batch())) for name, model in models.items()
             }
+        return {**results, "slots": slots}
 
     assert differing_keys(scenario) == []
 
@@ -263,28 +254,22 @@ def test_backward_hooks_without_gradients(impl):
     assert "module output should be a Tensor" in same_inside(scenario)[2][0][1]
 
 
-def test_hooks_that_a_call_adds_to_itself(impl):
+def hooks_that_a_call_adds_to_itself(scope, impl):
     """Hooks that `forward` registers run in the next call; those it removes still run in this one."""
+    log, handles = [], []
 
-    def scenario(scope):
-        log, handles = [], []
+    def forward(self, x):
+        log.append("forward")
+        for handle in handles:
+            handle.remove()
+        handles[:] = [] if handles else [self.register_forward_hook(lambda *_: log.append("hook"))]
+        return x
 
-        def forward(self, x):
-            log.append("forward")
-            for handle in handles:
-                handle.remove()
-            handles[:] = (
-                [] if handles else [self.register_forward_hook(lambda *_: log.append("hook"))]
-            )
-            return x
-
-        model = user_module(impl, forward)
-        with scope(model):
-            for _ in range(5):
-                model(batch())
-        return log, left_behind(model)
-
-    assert same_inside(scenario)[0] == "returned"
+    model = user_module(impl, forward)
+    with scope(model):
+        for _ in range(5):
+            model(batch())
+    return log, left_behind(model)
 
 
 def test_modules_without_a_table_of_hooks(impl):
@@ -302,18 +287,6 @@ def test_modules_without_a_table_of_hooks(impl):
         return seen
 
     assert "object has no attribute" in str(same_inside(scenario)[1])
-
-
-def test_modules_that_call_themselves(impl):
-    """A module may call itself, and one that never ends is the same error."""
-
-    def scenario(scope):
-        deep = user_module(impl, lambda self, n: 0 if n == 0 else 1 + self(n - 1))
-        endless = user_module(impl, lambda self, n: self(n + 1))
-        with scope(deep), scope(endless):
-            return deep(50), outcome(lambda: endless(0))[:2]
-
-    assert same_inside(scenario)[0] == "returned"
 
 
 def raise_error(self, x):
@@ -338,35 +311,18 @@ def test_tracebacks(impl):
     assert inside == ["call" if name == "_call_impl" else name for name in outside]
 
 
-def test_warnings_name_the_same_caller(impl):
-    """`stacklevel` counts the same number of frames inside."""
-
-    def where(scope):
-        model = user_module(impl, lambda self, x: warnings.warn("of the user", stacklevel=4))
-        with scope(model), pytest.warns(UserWarning, match="of the user") as caught:
-            model(batch())
-        return caught[0].filename
-
-    assert [where(plain), where(modkit.fast_inference)] == [__file__, __file__]
-
-
-def test_a_slow_forward_of_the_class_runs_while_traced(impl):
+def a_slow_forward_of_the_class_runs_while_traced(scope, impl):
     """`torch.jit.trace` of a module calls `_slow_forward`, as torch's own path does."""
 
-    def scenario(scope):
-        def slow(self, x):
-            return nn.Module._slow_forward(self, x) + 1
+    def slow(self, x):
+        return nn.Module._slow_forward(self, x) + 1
 
-        holder = user_module(impl, lambda self, x: self.inner(x))
-        holder.inner = user_module(impl, _slow_forward=slow)
-        with scope(holder), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            traced = torch.jit.trace(holder, batch())
-            return traced(batch()), holder(batch())
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
+    holder = user_module(impl, lambda self, x: self.inner(x))
+    holder.inner = user_module(impl, _slow_forward=slow)
+    with scope(holder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(holder, batch())
+        return traced(batch()), holder(batch())
 
 
 def compiled_frames(scope, impl, hooked, in_place):
@@ -503,33 +459,41 @@ def test_copies_have_no_function(impl):
     assert own
 
 
-def test_modules_that_are_added_inside(impl):
+def modules_that_are_added_inside(scope, impl):
     """A module that is assigned inside is called by torch's own path, in the block and after it."""
-
-    def scenario(scope):
-        model = user_module(impl, lambda self, x: self.inner(x))
-        model.inner = user_module(impl)
+    model = user_module(impl, lambda self, x: self.inner(x))
+    model.inner = user_module(impl)
+    with scope(model):
+        first = model(batch())
+        model.inner = user_module(impl, lambda self, x: x - 1)
+        second = model(batch())
         with scope(model):
-            first = model(batch())
-            model.inner = user_module(impl, lambda self, x: x - 1)
-            second = model(batch())
-            with scope(model):
-                third = model(batch())
-            model.inner.register_forward_hook(lambda *given: given[-1] * 5)
-            return first, second, third, model(batch()), left_behind(model)[1][2:4]
-
-    assert same_inside(scenario)[0] == "returned"
+            third = model(batch())
+        model.inner.register_forward_hook(lambda *given: given[-1] * 5)
+        return first, second, third, model(batch()), left_behind(model)[1][2:4]
 
 
-def test_scripted_inside(impl):
+def scripted_inside(scope, impl):
     """`torch.jit.script` of a user's network inside gives the same code."""
+    model = net(impl).blocks[0]
+    with scope(model), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(model)
+    with torch.no_grad():
+        return scripted.code, scripted(torch.ones(1, 6)), model(torch.ones(1, 6))
 
-    def scenario(scope):
-        model = net(impl).blocks[0]
-        with scope(model), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            scripted = torch.jit.script(model)
-        with torch.no_grad():
-            return scripted.code, scripted(torch.ones(1, 6)), model(torch.ones(1, 6))
 
-    assert same_inside(scenario)[0] == "returned"
+SCENARIOS = (
+    hooks_that_a_call_adds_to_itself,
+    a_slow_forward_of_the_class_runs_while_traced,
+    modules_that_are_added_inside,
+    scripted_inside,
+)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_same_inside(impl, scenario):
+    """Results, and members that are left behind, are the same inside."""
+    result = same_inside(lambda scope: scenario(scope, impl))
+
+    assert result[0] == "returned"

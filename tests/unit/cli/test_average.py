@@ -1,16 +1,7 @@
 import json
 import os
-import pickle
-import random
-import re
-import signal
-import stat
-import subprocess
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click.testing
 import pytest
@@ -23,8 +14,6 @@ from modkit.cli import average as command
 from modkit.cli._commands import commands
 from modkit.distributed import export_average
 from tests.cases import for_each
-from tests.processes import python
-from tests.unit.files.test_inspect import rewritten
 
 
 State = dict[str, Tensor]
@@ -60,17 +49,14 @@ def mean_of(saved: list[State]) -> State:
 
 def saved_as(folder: Path, kind: str, saved: list[State]) -> list[Path]:
     """Write the states as files of one kind, and return the arguments for the command."""
-    if kind == "safetensors":
-        paths = [folder / f"{index}.safetensors" for index in range(len(saved))]
-        for path, state in zip(paths, saved, strict=True):
-            save_file(state, path)
-        return paths
-    if kind == "torch":
-        paths = [folder / f"{index}.pt" for index in range(len(saved))]
-        for path, state in zip(paths, saved, strict=True):
-            torch.save(state, path)
-        return paths
-    return [sharded(folder / str(index), kind, state) for index, state in enumerate(saved)]
+    if "shards" in kind:
+        return [sharded(folder / str(index), kind, state) for index, state in enumerate(saved)]
+
+    write, suffix = (torch.save, "pt") if kind == "torch" else (save_file, "safetensors")
+    paths = [folder / f"{index}.{suffix}" for index in range(len(saved))]
+    for path, state in zip(paths, saved, strict=True):
+        write(state, path)
+    return paths
 
 
 def sharded(folder: Path, kind: str, state: State) -> Path:
@@ -152,20 +138,6 @@ def test_the_options_of_the_average(tmp_path: Path) -> None:
     assert (done.exit_code, done.output) == (0, f"{out}: the average of 2, 1 tensors\n")
     assert read(out) == {"w": torch.tensor([2.0], dtype=torch.float64)}
     assert read(out)["w"].dtype == torch.float64
-
-
-def test_the_average_of_a_run_loads_into_the_model(tmp_path: Path) -> None:
-    """The averages that `EMA` has saved can be averaged by their key."""
-    net = nn.Linear(2, 2)
-    ema = modkit.EMA(net)
-    for step in range(2):
-        ema.update()
-        torch.save({"ema": ema.state_dict()}, tmp_path / f"{step}.pt")
-    key = "ema.averages.0.tensors"
-    done = run(tmp_path / "0.pt", tmp_path / "1.pt", "-o", tmp_path / "out.pt", "--key", key)
-
-    assert done.exit_code == 0
-    assert nn.Linear(2, 2).load_state_dict(read(tmp_path / "out.pt")).missing_keys == []
 
 
 def posthoc(folder: Path) -> State:
@@ -259,30 +231,6 @@ def test_another_file_is_replaced_only_on_request(tmp_path: Path) -> None:
     assert read(out).keys() == states()[0].keys()
 
 
-@for_each(
-    ("change", "name"),
-    [
-        (lambda state: state.pop("layer.bias"), "layer.bias"),
-        (lambda state: state.update({"layer.bias": torch.zeros(5)}), "layer.bias"),
-        (lambda state: state.update({"more": torch.zeros(5)}), "more"),
-        (lambda state: state.update({"layer.bias": torch.zeros(4, dtype=torch.int)}), "layer.bias"),
-    ],
-    ids=["missing", "shape", "unexpected", "integers"],
-)
-def test_checkpoints_that_do_not_fit_are_refused_by_name(
-    tmp_path: Path, change: Any, name: str
-) -> None:
-    """The error names the first name that does not fit, and nothing is written."""
-    saved = states()
-    change(saved[1])
-    paths = saved_as(tmp_path, "torch", saved)
-    done = run(*paths, "-o", tmp_path / "out.pt")
-
-    assert done.exit_code == 1
-    assert name in done.output
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "2.pt"]
-
-
 def test_a_dry_run_shows_what_fits_and_writes_nothing(tmp_path: Path) -> None:
     """The table has a line for each name; what differs is named, and is the status."""
     saved = states(2)
@@ -298,187 +246,6 @@ def test_a_dry_run_shows_what_fits_and_writes_nothing(tmp_path: Path) -> None:
     assert "1.pt: 7" in differs.output
     assert "1 tensors do not fit, the first is layer.bias" in differs.output
     assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    """A truncated file of any length is named, and nothing is written."""
-    whole = saved_as(tmp_path, "torch", states(2))
-    content = whole[1].read_bytes()
-    for length in (0, 1, len(content) // 3, len(content) // 2, len(content) - 1):
-        whole[1].write_bytes(content[:length])
-        done = run(*whole, "-o", tmp_path / "out.pt")
-
-        assert done.exit_code == 1, length
-        assert re.search(
-            r"1\.pt is (corrupt|an empty file|an unknown file|a text file)", done.output
-        )
-        assert not (tmp_path / "out.pt").exists()
-
-
-def test_a_flipped_bit_is_never_averaged(tmp_path: Path) -> None:
-    """Each flipped bit is refused, or is in unused bytes and changes no result."""
-    paths = saved_as(tmp_path, "torch", states(2))
-    expected = modkit.average_checkpoints(paths)
-    content = paths[1].read_bytes()
-    dice = random.Random(0)
-    refused = 0
-    for _ in range(300):
-        corrupted = bytearray(content)
-        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        paths[1].write_bytes(corrupted)
-        try:
-            found = modkit.average_checkpoints(paths)
-        except ValueError as error:
-            refused += 1
-            assert "1.pt" in str(error)
-            continue
-
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert refused > 100
-
-
-def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
-    """The error names the file and the tensor whose bytes are wrong."""
-    paths = saved_as(tmp_path, "torch", states(2))
-    content = bytearray(paths[1].read_bytes())
-    place = content.find(states(2)[1]["layer.weight"].numpy().tobytes())
-    content[place + 5] ^= 1
-    paths[1].write_bytes(content)
-    done = run(*paths, "-o", tmp_path / "out.pt")
-
-    assert done.exit_code == 1
-    assert "1.pt is corrupt: the content of 'layer.weight' does not match" in done.output
-
-
-@for_each("error", [KeyboardInterrupt, OSError("disk full"), RuntimeError("broken")])
-@for_each("existing", [False, True])
-def test_an_error_while_writing_leaves_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any, existing: bool
-) -> None:
-    """The output is as it was before, and no part of another file is left."""
-    paths = saved_as(tmp_path, "torch", states())
-    out = tmp_path / "out.pt"
-    if existing:
-        out.write_bytes(b"old")
-
-    def half(_: object, path: Path, **options: object) -> None:
-        path.write_bytes(b"half")
-        raise error
-
-    monkeypatch.setattr(command.torch, "save", half)
-    done = run(*paths, "-o", out, "--overwrite")
-
-    assert done.exit_code == (130 if error is KeyboardInterrupt else 1)
-    assert sorted(tmp_path.iterdir()) == sorted([*paths, out] if existing else paths)
-    assert not existing or out.read_bytes() == b"old"
-
-
-def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run some code and then the command, in a process of its own."""
-    program = f"{code}\nfrom modkit.__main__ import main\nmain()"
-    return python(program, "average", *arguments)
-
-
-def test_a_process_that_is_killed_while_writing_leaves_no_output(tmp_path: Path) -> None:
-    """After SIGKILL during a write, the inputs and the previous output are intact."""
-    paths = saved_as(tmp_path, "torch", states())
-    before = [path.read_bytes() for path in paths]
-    out = tmp_path / "out.pt"
-    out.write_bytes(b"old")
-    code = """
-import os, signal, torch
-def save(_, path, **options):
-    path.write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save
-"""
-    done = child(code, *paths, "-o", out, "--overwrite")
-
-    assert done.returncode == -signal.SIGKILL
-    assert out.read_bytes() == b"old"
-    assert [path.read_bytes() for path in paths] == before
-
-
-@pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
-@pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
-def test_a_full_disk_is_one_line_and_leaves_no_output(tmp_path: Path, output: str) -> None:
-    """On a full disk, the error is one line and the folder is unchanged."""
-    saved = [{"weight": torch.randn(100_000)} for _ in range(2)]
-    paths = saved_as(tmp_path, "torch", saved)
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    done = child(code, *paths, "-o", tmp_path / output)
-
-    assert done.returncode == 1
-    assert done.stderr == f"Error: [Errno 27] File too large: '{tmp_path / output}'\n"
-    assert "Traceback" not in done.stderr
-    assert sorted(tmp_path.iterdir()) == paths
-
-
-def test_no_code_in_a_file_is_executed(tmp_path: Path) -> None:
-    """A file that would run code when it is loaded is refused, and the code does not run."""
-    trace = tmp_path / "trace"
-
-    class Harmful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(trace),)
-
-    torch.save({"model": Harmful()}, tmp_path / "harmful.pt")
-    done = run(tmp_path / "harmful.pt", "-o", tmp_path / "out.pt")
-
-    assert done.exit_code == 1
-    assert "harmful.pt cannot be read as a checkpoint" in done.output
-    assert not trace.exists()
-
-
-def scripted(path: Path) -> None:
-    """Write a TorchScript archive."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(nn.Linear(2, 3)), path)
-
-
-def legacy(path: Path) -> None:
-    """Write a file as torch did before version 1.6."""
-    torch.save(states(1)[0], path, _use_new_zipfile_serialization=False)
-
-
-WRONG: dict[str, Callable[[Path], object]] = {
-    "torch.save file (before torch 1.6)": legacy,
-    "unknown file": lambda path: path.write_bytes(bytes(range(256))),
-    "empty": lambda path: path.write_bytes(b""),
-    "text file": lambda path: path.write_text("<html>\n"),
-    "pickle": lambda path: path.write_bytes(pickle.dumps({"a": 1})),
-    "TorchScript archive": scripted,
-}
-
-
-@for_each("kind", WRONG)
-def test_files_of_other_kinds_are_named(tmp_path: Path, kind: str) -> None:
-    """The error names the kind of the file, and does not advise unsafe loading."""
-    paths = saved_as(tmp_path, "torch", states(2))
-    WRONG[kind](paths[1])
-    done = run(*paths, "-o", tmp_path / "out.pt")
-
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"Error: {paths[1]} is ")
-    assert kind in done.stderr
-    assert "weights_only=False" not in done.stderr
-    assert "mmap" not in done.stderr
-    assert not (tmp_path / "out.pt").exists()
-
-
-@pytest.mark.parametrize("content", [b"\x80\x02\xff.", b"\x80\x02"], ids=["opcode", "cut"])
-def test_a_corrupt_pickle_is_one_line(tmp_path: Path, content: bytes) -> None:
-    """A bad pickle inside a file is an error with a reason, not a traceback."""
-    (path,) = saved_as(tmp_path, "torch", states(1))
-    rewritten(path, "data.pkl", content)
-    done = run(path, "-o", tmp_path / "out.pt")
-
-    assert done.exit_code == 1
-    assert done.stderr.startswith(f"Error: {path} ")
-    assert not done.stderr.rstrip().endswith(":")
-    assert isinstance(done.exception, SystemExit)
 
 
 def test_names_cannot_forge_output(tmp_path: Path) -> None:
@@ -499,61 +266,6 @@ def test_names_cannot_forge_output(tmp_path: Path) -> None:
         assert all(c.isprintable() or c == "\n" for c in done.output)
     for name in (r"a\x1b[31mb", r"line\nbreak", "[red]c[/red]", r"b\n.pt: 2"):
         assert name in runs[0].stdout
-
-
-def special(path: Path, kind: str) -> None:
-    """Create a FIFO, or a device that swallows what is written as /dev/null does."""
-    if kind == "FIFO":
-        os.mkfifo(path)
-        return
-    try:
-        os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
-        path.write_bytes(b"x")
-    except OSError:
-        pytest.skip("needs the permission to create devices")
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-@for_each("kind", ["FIFO", "device"])
-@for_each("suffix", ["pt", "safetensors"])
-def test_a_special_file_is_written_to_and_never_replaced(
-    tmp_path: Path, kind: str, suffix: str
-) -> None:
-    """With --overwrite the average goes through a FIFO or to a device, which stays what it is."""
-    paths = saved_as(tmp_path, "torch", states())
-    folder = tmp_path / "private"
-    folder.mkdir()
-    out = folder / f"out.{suffix}"
-    special(out, kind)
-    mode = out.stat().st_mode
-    code = f"import sys; sys.stdout.buffer.write(open({str(out)!r}, 'rb').read())"
-    reader = subprocess.Popen(
-        [sys.executable, "-c", code if kind == "FIFO" else ""], stdout=subprocess.PIPE
-    )
-    try:
-        done = child("", *paths, "-o", out, "--overwrite")
-        received = reader.communicate(timeout=10)[0]
-    finally:
-        reader.kill()
-        reader.communicate()
-
-    assert done.returncode == 0, done.stderr
-    assert out.stat().st_mode == mode
-    assert list(folder.iterdir()) == [out]
-    if kind == "FIFO":
-        (tmp_path / f"copy.{suffix}").write_bytes(received)
-        assert read(tmp_path / f"copy.{suffix}").keys() == states()[0].keys()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
-@pytest.mark.parametrize("options", [["-o", "out.pt"], ["--dry-run"]], ids=["average", "dry-run"])
-def test_a_fifo_as_input_is_refused_without_waiting(tmp_path: Path, options: list[str]) -> None:
-    """An input that is not a regular file is not opened."""
-    os.mkfifo(tmp_path / "x.pt")
-    done = run(tmp_path / "x.pt", *options)
-
-    assert done.exit_code == 1
-    assert "x.pt is not a regular file" in done.stderr
 
 
 def no_work(*_: object, **__: object) -> None:

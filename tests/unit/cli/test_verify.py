@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from modkit.cli._commands import commands
-from tests.unit.files.test_inspect import exported, legacy, scripted, sharded
+from tests.unit.files.test_inspect import legacy, scripted, sharded
 
 
 WEIGHT = torch.arange(1000.0)
@@ -248,11 +248,6 @@ def test_a_file_is_tested_once(folder: Path) -> None:
     run("run/last.pt", "--write-sha256sums", "run/SHA256SUMS")
     assert (folder / "SHA256SUMS").read_text().endswith("  last.pt\n")
     assert run("--sha256sums", "run/SHA256SUMS").exit_code == 0
-
-
-def test_an_export_archive(tmp_path: Path) -> None:
-    """The archive of torch.export has checksums too."""
-    assert "intact: checksums of" in run(exported(tmp_path / "net.pt2")).stdout
 
 
 def test_the_progress_is_that_of_the_bytes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from modkit.compat.suite import (
     judged,
     project_of,
     recorded,
+    require_a_test,
     selection,
 )
 from modkit.compat.swapped_imports import SwappedImports
@@ -151,8 +152,8 @@ def test_a_suite_is_compared_test_by_test(project):
 
 
 def test_equal_suites_succeed(project):
-    """Arguments behind ``--`` are for pytest; the table shows the counts of both sides."""
-    result = invoke("--tests", "tests/test_network.py", "--", "-k", "equal or seeded")
+    """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
+    result = invoke("--tests", "tests/test_network.py", "-n", "2", "--", "-k", "equal or both")
 
     assert result.exit_code == 0
     assert "2 equal, 0 differing" in result.stdout
@@ -170,7 +171,6 @@ def test_equal_suites_succeed(project):
         (["a:B", "c:D"], "one TARGET is compared at a time, got 2"),
         (["--tests", "tests", "--", "--bogus"], "unrecognized arguments: --bogus"),
         (["--tests", "tests", "--", "-k", "nothing"], "pytest ended with status 5 on torch"),
-        (["--tests", "package/__init__.py"], "pytest ended with status 5 on torch"),
     ],
 )
 @pytest.mark.usefixtures("project")
@@ -192,23 +192,24 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("fixture", "decorator", "text"),
-    [
-        ("import nowhere_at_all", "", r"(1 uncollected), so nothing is compared: "),
-        ("", "@pytest.mark.usefixtures('missing')", "(1 error), so nothing is compared: "),
-        ("", "@pytest.mark.skip", "(1 skipped), so nothing is compared"),
-    ],
-)
-def test_a_suite_that_does_not_run_is_an_error(project, fixture, decorator, text):
-    """Tests that cannot be collected, set up or reached on torch would be equal on both sides."""
-    source = f"import pytest\n{fixture}\nfrom torch import nn\n{decorator}\ndef test_it():\n    nn.ReLU()\n"
-    (project / "tests/test_network.py").write_text(source)
+def test_a_suite_that_does_not_run_is_an_error(project):
+    """Tests that cannot be collected on torch would be equal on both sides."""
+    (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
     result = invoke("--tests", "tests", "--keep-going")
 
     assert result.exit_code == 2
-    assert f"no test could be run on torch {text}" in result.stderr
-    assert ("nowhere_at_all" in result.stderr) == bool(fixture)
+    text = "no test could be run on torch (1 uncollected), so nothing is compared: "
+    assert text in result.stderr
+    assert "nowhere_at_all" in result.stderr
+
+
+@pytest.mark.parametrize("word", ["error", "skipped", "uncollected"])
+def test_outcomes_of_tests_that_did_not_run(word):
+    """One test that ran is enough."""
+    with pytest.raises(SuiteError, match=rf"\(2 {word}\), so nothing is compared: ValueError no"):
+        require_a_test(dict.fromkeys("ab", Outcome(word, "ValueError", "no")))
+
+    require_a_test({"a": Outcome(word), "b": FAILED})
 
 
 CRASHES = """
@@ -278,18 +279,6 @@ def test_a_terminated_comparison_ends_its_tests(project):
     assert status == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
-
-
-def test_workers(project):
-    """With pytest-xdist, each worker swaps imports and records its own tests."""
-    suite = Suite(
-        ["tests/test_network.py"], [project], processes=2, arguments=["-k", "equal or both"]
-    )
-    report = compare_suite(suite)
-
-    assert report.counts["torch"] == report.counts["modkit"] == {"failed": 1, "passed": 1}
-    assert report.swapped == ["package.network", "test_network"]
-    assert report.differing == []
 
 
 def test_missing_plugins(project, monkeypatch):

@@ -60,30 +60,6 @@ def test_wrong_usage():
     assert done.stderr == "efficientzero_mcts.py: error: argument --games: -1 is less than 1\n"
 
 
-def test_rules(demo):
-    """Three in a row win, a full board is a draw, and the board turns after each move."""
-    board, won = played(demo, 0, 3, 1, 4, 2)
-    _, drawn = played(demo, 0, 1, 2, 4, 3, 5, 7, 6, 8)
-
-    assert (won, drawn) == (1, 0)
-    assert board.squares == [-1, -1, -1, 1, 1, 0, 0, 0, 0]
-    assert board.moves() == [5, 6, 7, 8]
-    assert demo.observations([board]).flatten(2).sum(2).tolist() == [[2, 3, 4]]
-
-
-def test_search_visits_each_node_once(demo, model):
-    """Each simulation adds one node, and the root tries legal moves alone."""
-    boards = [demo.Board(), played(demo, 4, 0)[0]]
-    with torch.inference_mode():
-        roots = demo.search(model, boards, 30)
-
-    for root, board in zip(roots, boards, strict=True):
-        assert root.visits == 30
-        assert list(root.children) == board.moves()
-        assert sum(child.visits for child in root.children.values()) == 30
-        assert sum(demo.visits(root)) == pytest.approx(1)
-
-
 def test_search_finds_the_better_move(demo):
     """A search follows the values of its model, which are those of the player to move."""
 
@@ -146,21 +122,6 @@ def test_training_lowers_the_loss(demo, model):
     assert all(len(game.moves) >= 5 for game in games)
 
 
-def test_games_against_random_moves(demo, model):
-    """All games are counted."""
-    with torch.inference_mode():
-        results = demo.against_random(model, 6, 2)
-
-    assert results.total() == 6
-    assert set(results) <= {"win", "draw", "loss"}
-
-
-def test_confidence_interval(demo):
-    """It is Wilson's, checked against the values that he is quoted for."""
-    assert demo.wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
-    assert demo.wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=1e-4)
-
-
 def test_fast_inference_searches_alike(demo, model):
     """Inside the scope of self-play, a search visits what it visits outside, bit by bit."""
     ema = modkit.EMA(model, decay=0.9)
@@ -172,12 +133,3 @@ def test_fast_inference_searches_alike(demo, model):
 
     assert demo.visits(plain) == demo.visits(fast)
     assert plain.total == fast.total
-
-
-def test_speeds(demo, model):
-    """Both ways are timed as often, and eager calls are as fast as themselves."""
-    found = demo.speeds(model, 2, 2)
-
-    assert ["eager", "eager, fast_inference"] == list(found)
-    assert 1 == found["eager"][1]
-    assert all(nodes > 0 and times > 0 for nodes, times in found.values())

@@ -1,5 +1,3 @@
-import argparse
-import random
 import zlib
 from pathlib import Path
 
@@ -8,9 +6,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-import modkit
 from modkit import average_checkpoints
-from modkit.averaging import checkpoints, posthoc
+from modkit.averaging import checkpoints
 from modkit.errors import FileError
 from modkit.files.checkpoints import checksums_on, read_mapped
 from tests.cases import for_each
@@ -28,64 +25,6 @@ def tied(value: float) -> dict[str, torch.Tensor]:
     """Return a state in which two names are one tensor, and a third is a part of it."""
     weight = torch.full((4, 2), value)
     return {"embed": weight, "part": weight[1:3], "head": weight}
-
-
-def test_files_without_checksums_are_read(tmp_path) -> None:
-    """A file that torch has written without checksums is averaged as it is."""
-    torch.serialization.set_crc32_options(False)
-    try:
-        paths = saved(tmp_path, [{"w": torch.ones(3)}, {"w": torch.full((3,), 3.0)}])
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-    assert average_checkpoints(paths)["w"].tolist() == [2.0] * 3
-
-
-def test_a_damaged_snapshot_is_never_put_to_use(tmp_path) -> None:
-    """A bit that has flipped in a snapshot is refused with the name of the tensor, or changes nothing."""
-    net = nn.Linear(20, 20, bias=False)
-    averages = modkit.PostHocEMA(net, tmp_path, snapshot_every=20)
-    for _ in range(200):
-        averages.update()
-    expected = averages.reconstruct(0.15).averages["weight"]
-    victim = max(tmp_path.iterdir())
-    content = victim.read_bytes()
-    dice = random.Random(0)
-    refusals: list[str] = []
-    for _ in range(40):
-        corrupted = bytearray(content)
-        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        victim.write_bytes(corrupted)
-        try:
-            found = posthoc.reconstruct(tmp_path, 0.15).averages["weight"]
-        except ValueError as error:
-            refusals.append(str(error))
-            continue
-
-        assert torch.equal(found, expected)
-    assert all(str(victim) in refusal for refusal in refusals)
-    assert any("content of 'weight' does not match its checksum" in each for each in refusals)
-
-
-def test_options_of_a_training_script_do_no_harm(tmp_path) -> None:
-    """A namespace of arguments beside the model, as timm saves it, is read."""
-    content = {"state_dict": {"w": torch.ones(1)}, "args": argparse.Namespace(lr=0.1)}
-    paths = saved(tmp_path, [content])
-    allowed = set(torch.serialization.get_safe_globals())
-    found = average_checkpoints(paths, key="state_dict")
-
-    assert found["w"].item() == 1.0
-    assert set(torch.serialization.get_safe_globals()) == allowed
-
-
-def test_what_the_user_allows_stays_allowed(tmp_path) -> None:
-    """Reading a file does not take back the permission that the user has given."""
-    paths = saved(tmp_path, [{"w": torch.ones(1)}])
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        average_checkpoints(paths)
-        still = argparse.Namespace in torch.serialization.get_safe_globals()
-
-    assert still
 
 
 def test_a_class_that_would_run_is_named(tmp_path) -> None:

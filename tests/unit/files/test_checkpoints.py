@@ -1,7 +1,4 @@
 import os
-import random
-import signal
-import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,7 +8,6 @@ import torch
 
 import modkit
 from modkit import nn
-from tests.processes import python
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, "modkit.EMA[Any]"]:
@@ -55,52 +51,6 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
 
 
-def test_a_flipped_bit_is_an_error_or_means_nothing(tmp_path: Path) -> None:
-    """No flip of a bit becomes another weight; torch itself loads many of those files."""
-    path, expected = tmp_path / "last.pt", checkpoint()
-    modkit.save_checkpoint(expected, path)
-    content, dice = path.read_bytes(), random.Random(0)
-    refused = wrong_in_torch = 0
-    for _ in range(300):
-        corrupted = bytearray(content)
-        corrupted[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
-        path.write_bytes(corrupted)
-        try:
-            found = modkit.load_checkpoint(path)
-        except ValueError:
-            refused += 1
-            wrong_in_torch += loads_wrongly(path, expected)
-            continue
-
-        assert equal(found, expected)
-    assert refused > wrong_in_torch > 0
-
-
-def loads_wrongly(path: Path, expected: Any) -> bool:
-    """Return True if torch loads other values without an error."""
-    try:
-        return not equal(torch.load(path, weights_only=True), expected)
-    except Exception:
-        return False
-
-
-def test_a_member_that_became_a_folder_is_refused(tmp_path: Path) -> None:
-    """One bit in the table of the file has torch leave the memory of a tensor as it was."""
-    path = tmp_path / "last.pt"
-    modkit.save_checkpoint({"w": torch.ones(1000)}, path)
-    content = bytearray(path.read_bytes())
-    # The entries of the table begin so; the attributes of MS-DOS are 38 bytes from there.
-    place = content.rindex(b"PK\x01\x02", 0, content.rindex(b"/data/0"))
-    content[place + 38] ^= 0x10
-    path.write_bytes(content)
-
-    assert torch.load(path, weights_only=True)["w"].shape == (1000,)
-    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
-        modkit.load_checkpoint(path)
-    with pytest.raises(ValueError, match="data/0' is marked as a folder"):
-        modkit.average_checkpoints([path])
-
-
 @pytest.mark.parametrize("length", [2, 100, -1])
 def test_a_truncated_file_is_an_error(tmp_path: Path, length: int) -> None:
     """The error names the file."""
@@ -138,43 +88,6 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
         modkit.load_checkpoint(tmp_path / "last.pt")
 
 
-def child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run code that saves a checkpoint over another, in a process of its own."""
-    program = f"import sys, torch, modkit\n{code}\nmodkit.save_checkpoint({{'new': torch.ones(10**5)}}, sys.argv[1])"
-    return python(program, *arguments)
-
-
-def test_a_process_that_is_killed_leaves_the_old_file(tmp_path: Path) -> None:
-    """After SIGKILL during a write, the last checkpoint is intact."""
-    path = tmp_path / "last.pt"
-    modkit.save_checkpoint(checkpoint(), path)
-    code = """
-import os, signal
-def save(_, path, **options):
-    path.write_bytes(b"half")
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save
-"""
-    done = child(code, path)
-
-    assert done.returncode == -signal.SIGKILL
-    assert equal(modkit.load_checkpoint(path), checkpoint())
-
-
-@pytest.mark.skipif(os.name != "posix", reason="limits the size of files as POSIX does")
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    """On a full disk, the save raises an error and the last checkpoint is intact."""
-    path = tmp_path / "last.pt"
-    modkit.save_checkpoint(checkpoint(), path)
-    code = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))"
-    done = child(code, path)
-
-    assert done.returncode == 1
-    assert "Error" in done.stderr
-    assert equal(modkit.load_checkpoint(path), checkpoint())
-    assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
-
-
 def test_saving_over_a_mapped_checkpoint(tmp_path: Path) -> None:
     """The mapped tensors keep their values; Windows cannot replace the file, and the error says so."""
     path = tmp_path / "last.pt"
@@ -193,21 +106,6 @@ def test_saving_over_a_mapped_checkpoint(tmp_path: Path) -> None:
     del mapped
     modkit.save_checkpoint({"w": torch.zeros(1000)}, path)
     assert modkit.load_checkpoint(path)["w"].mean() == 0
-
-
-def test_code_is_not_run(tmp_path: Path) -> None:
-    """A file that would run something when it is loaded is refused."""
-    trace = tmp_path / "trace"
-
-    class Harmful:
-        def __reduce__(self) -> tuple[Any, ...]:
-            return os.mkdir, (str(trace),)
-
-    torch.save({"model": Harmful()}, tmp_path / "bad.pt")
-    with pytest.raises(ValueError, match=r"bad\.pt cannot be read"):
-        modkit.load_checkpoint(tmp_path / "bad.pt")
-
-    assert not trace.exists()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
 import modkit
 from modkit import files, jit
 from modkit.averaging.posthoc import reconstruct, save_snapshot
-from modkit.cli._commands import commands
 from modkit.errors import FileError, NameMismatchError, shown
 from modkit.files.safetensors_files import save_safetensors
 from tests.cases import for_each
@@ -112,19 +110,6 @@ def test_exceptions_that_quote_a_file(case: str, kind: str, tmp_path: Path) -> N
     assert text.isprintable()
     assert len(text) <= LONGEST
     assert ("characters) ... " in text) == (kind == "long")
-
-
-def test_errors_of_commands(tmp_path: Path) -> None:
-    """An error of a command is one line, and short."""
-    for name in NAMES.values():
-        torch.save({name: ONE}, tmp_path / "a.pt")
-        torch.save({"weight": ONE}, tmp_path / "b.pt")
-        line = ["average", tmp_path / "a.pt", tmp_path / "b.pt", "-o", tmp_path / "c.pt"]
-        found = click.testing.CliRunner().invoke(commands, list(map(str, line)))
-
-        assert found.exit_code == 1
-        assert found.stderr.count("\n") == 1
-        assert len(found.stderr) < LONGEST + 20
 
 
 def test_a_short_text_stays_as_it_is() -> None:

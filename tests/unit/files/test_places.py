@@ -27,19 +27,6 @@ def assert_read(found, expected=CONTENT):
     assert torch.equal(found["w"].to_dense(), expected["w"].to_dense())
 
 
-class Short(io.RawIOBase):
-    """A file without a buffer that takes at most 1,000 bytes at once, as a pipe does."""
-
-    def __init__(self):
-        self.content = b""
-
-    def write(self, content):
-        """Take the first 1,000 bytes."""
-        taken = bytes(content[:1000])
-        self.content += taken
-        return len(taken)
-
-
 def test_a_path_as_bytes(tmp_path):
     """A name that is not UTF-8 is written and read, as bytes, and by its name as a str."""
     path = os.fsencode(tmp_path) + b"/n\xff.pt"
@@ -85,22 +72,6 @@ def test_a_file_that_was_just_written():
     save_checkpoint(CONTENT, buffer)
 
     assert_read(load_checkpoint(buffer))
-
-
-def test_files_of_other_libraries(tmp_path):
-    """Compressed files, temporary files, and those that take less than they are given."""
-    short = Short()
-    save_checkpoint(CONTENT, short)
-    assert_read(load_checkpoint(io.BytesIO(short.content)))
-
-    with gzip.open(tmp_path / "file.pt.gz", "wb", compresslevel=1) as file:
-        save_checkpoint(CONTENT, file)
-    with gzip.open(tmp_path / "file.pt.gz", "rb") as file:
-        assert_read(load_checkpoint(file))
-
-    with tempfile.NamedTemporaryFile() as file:
-        save_checkpoint(CONTENT, file)
-        assert_read(torch.load(file.name))
 
 
 def test_a_pipe(tmp_path):
@@ -324,3 +295,32 @@ def test_a_writable_file_in_a_folder_that_is_not(tmp_path):
         path.parent.chmod(0o755)
         path.unlink()
         path.parent.rmdir()
+
+
+class Short(io.RawIOBase):
+    """A file without a buffer that takes at most 1,000 bytes at once, as a pipe does."""
+
+    def __init__(self):
+        self.content = b""
+
+    def write(self, content):
+        """Take the first 1,000 bytes."""
+        taken = bytes(content[:1000])
+        self.content += taken
+        return len(taken)
+
+
+def test_files_of_other_libraries(tmp_path):
+    """Compressed files, temporary files, and those that take less than they are given."""
+    short = Short()
+    save_checkpoint(CONTENT, short)
+    assert_read(load_checkpoint(io.BytesIO(short.content)))
+
+    with gzip.open(tmp_path / "file.pt.gz", "wb", compresslevel=1) as file:
+        save_checkpoint(CONTENT, file)
+    with gzip.open(tmp_path / "file.pt.gz", "rb") as file:
+        assert_read(load_checkpoint(file))
+
+    with tempfile.NamedTemporaryFile() as file:
+        save_checkpoint(CONTENT, file)
+        assert_read(torch.load(file.name))

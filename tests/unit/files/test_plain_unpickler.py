@@ -192,16 +192,6 @@ def test_tensors_one_element_beyond_their_storage(case, tmp_path):
         torch.load(path, weights_only=True)
 
 
-@for_each(("offset", "size", "stride"), [(-1, [1], [1]), (0, [-1], [1]), (3, [2], [-1])])
-def test_negative_numbers(offset, size, stride, tmp_path):
-    """No tensor has them; the file is left to torch, which refuses it."""
-    path = tmp_path / "file.pt"
-    path.write_bytes(with_object(described(offset, size, stride)))
-
-    with pytest.raises(FileError, match="cannot be read as a checkpoint"):
-        modkit.load_checkpoint(path)
-
-
 @for_each(("numel", "fails"), [(3, True), (4, False), (5, True)])
 def test_the_number_of_elements_of_a_storage(numel, fails, tmp_path):
     """It is that of the member."""

@@ -141,12 +141,3 @@ def test_other_kinds_are_refused(tmp_path: Path, content: bytes, kind: str) -> N
         with pytest.raises(FileError, match=f" {kind}, not a checkpoint or an archive") as caught:
             verify(path, digest)
         assert caught.value.kind == kind
-
-
-def test_empty_and_missing_files(tmp_path: Path) -> None:
-    """An empty file is refused, and a missing file stays a FileNotFoundError."""
-    (tmp_path / "x.pt").touch()
-    with pytest.raises(FileError, match="is an empty file, not a checkpoint"):
-        verify(tmp_path / "x.pt")
-    with pytest.raises(FileNotFoundError):
-        verify(tmp_path / "y.pt")

@@ -1,6 +1,7 @@
 import io
 import struct
 import zipfile
+import zlib
 
 import pytest
 import torch
@@ -144,6 +145,23 @@ def test_compressed_code_of_another_size(error):
     archive = Archive(build([*unpacked(data), member]), "x")
 
     with pytest.raises(FileError, match=r"another size than stated|does not match its checksum"):
+        archive.read("x.py")
+
+
+@for_each(
+    ("packed", "problem"),
+    [
+        (b"\xff" * 20, "cannot be decompressed"),
+        (zlib.compress(b"#" * 500)[2:-4] + b"more", "has another size than stated"),
+    ],
+)
+def test_compressed_code_that_is_corrupt(packed, problem):
+    """What is not a stream, and bytes behind one, are refused."""
+    data = checkpoint()
+    member = Member(folder_of(data) + b"x.py", b"#" * 500, 8, packed)
+    archive = Archive(build([*unpacked(data), member]), "x")
+
+    with pytest.raises(FileError, match=problem):
         archive.read("x.py")
 
 

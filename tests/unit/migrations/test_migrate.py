@@ -80,17 +80,6 @@ def test_the_way_back():
     assert source.load_state_dict(back) == source.load_state_dict(old)
 
 
-def test_back_to_the_middle():
-    """The class returns to version 2, which its own class of that version loads."""
-    model = network(nn, Attention)
-
-    back = mig.migrate(model, model.state_dict(), to={Attention: 2})
-
-    network(nn, middle_attention(nn)).load_state_dict(back)
-    assert versions(back)["blocks.1"] == 2
-    assert float(back["blocks.1.masked_bias"]) == -1e4
-
-
 def test_a_present_state_dict_stays_as_it_is():
     """A state dict of the present version is returned with the same tensors."""
     model = network(nn, Attention)
@@ -122,19 +111,6 @@ def test_plan_reads_no_tensor():
     assert len(lines) == 12
 
 
-def test_plan_of_the_way_back():
-    """A plan downwards lists the inverse steps, last version first."""
-    model = network(nn, Attention)
-
-    lines = mig.plan(model, model.state_dict(), to={Attention: 1})
-
-    assert lines[:3] == [
-        "blocks.0: Attention 3 -> 2: drop scale [2]",
-        "blocks.0: Attention 3 -> 2: add masked_bias []",
-        "blocks.0: Attention 2 -> 1: rename proj.weight [4, 4] -> out.weight [4, 4]",
-    ]
-
-
 @for_each("convert", [torch.t, lambda w: w.t(), lambda module, w: w.t(), lambda *w: w[0].t()])
 def test_functions_of_convert(convert):
     """A function takes the tensors, or the module first; its results have memory of their own."""
@@ -147,15 +123,6 @@ def test_functions_of_convert(convert):
     assert new["w"].is_contiguous()
     assert new["w"].untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
     assert torch.equal(mig.migrate(model, new, to={type(model): 1})["w"], value)
-
-
-def test_an_optional_argument_is_not_the_module():
-    """A function whose further arguments have defaults gets the tensors alone."""
-    model = declared({2: [mig.convert("w", lambda w, factor=2: w * factor)]}, w=torch.zeros(2))
-
-    new = mig.migrate(model, saved(1, w=torch.ones(2)))
-
-    assert torch.equal(new["w"], torch.full((2,), 2.0))
 
 
 def test_several_tensors_become_several():
@@ -198,16 +165,6 @@ def test_splits_of_given_sizes():
         assert [new[name].shape[0] for name in "qkv"] == [4, 1, 1]
         assert all(new[name].untyped_storage().nbytes() == new[name].nbytes for name in "qkv")
         assert equal(mig.migrate(model, new, to={type(model): 1}), old)
-
-
-def test_names_are_exchanged_at_once():
-    """All applications of a renaming happen at once, so that two may exchange their names."""
-    table = {2: [mig.convert(["a", "b"], lambda a, b: (b, a), lambda a, b: (b, a))]}
-    model = declared(table, a=torch.zeros(1), b=torch.zeros(1))
-
-    new = mig.migrate(model, saved(1, a=torch.ones(1), b=torch.zeros(1)))
-
-    assert (float(new["a"]), float(new["b"])) == (0.0, 1.0)
 
 
 def test_numbers_of_layers_move():
@@ -320,21 +277,6 @@ def test_a_child_called_module_is_kept():
     assert list(mig.migrate(Outer(), old)) == list(Outer().state_dict())
 
 
-def test_a_checkpointed_block_migrates():
-    """Blocks inside activation checkpointing migrate by the names without its part."""
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    old, model = network(nn, old_attention(nn)).state_dict(), network(nn, Attention)
-    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
-
-    new = mig.migrate(model, old)
-
-    assert equal(new, joined(old))
-    model.load_state_dict(new)
-    model.load_state_dict(old)
-    assert equal(model.state_dict(), joined(old))
-
-
 def test_averages_take_the_versions_of_the_state_dict():
     """Averages without versions migrate with those of the model's state dict."""
     source = network(nn, old_attention(nn))
@@ -355,13 +297,6 @@ def test_versions_by_class():
     assert torch.equal(mig.migrate(model, {"w": value}, versions={type(model): 1})["w"], value.t())
     assert torch.equal(mig.migrate(model, {"w": value}, versions={type(model): 2})["w"], value)
     assert torch.equal(mig.migrate(model, saved(1, w=value), versions={nn.Module: 2})["w"], value)
-
-
-def test_values_that_are_not_tensors_move():
-    """Extra state is renamed like tensors."""
-    model = declared({2: [mig.rename("old.**", "new.**")]}, x=torch.zeros(1))
-
-    assert mig.migrate(model, saved(1, **{"old._extra_state": 5}))["new._extra_state"] == 5
 
 
 def test_a_lazy_module_has_any_shape():
@@ -411,3 +346,44 @@ def test_patterns_match_whole_names():
         model = declared({2: [step]}, x=torch.ones(1))
 
         assert list(mig.migrate(model, old)) == expected
+
+
+def test_an_optional_argument_is_not_the_module():
+    """A function whose further arguments have defaults gets the tensors alone."""
+    model = declared({2: [mig.convert("w", lambda w, factor=2: w * factor)]}, w=torch.zeros(2))
+
+    new = mig.migrate(model, saved(1, w=torch.ones(2)))
+
+    assert torch.equal(new["w"], torch.full((2,), 2.0))
+
+
+def test_names_are_exchanged_at_once():
+    """All applications of a renaming happen at once, so that two may exchange their names."""
+    table = {2: [mig.convert(["a", "b"], lambda a, b: (b, a), lambda a, b: (b, a))]}
+    model = declared(table, a=torch.zeros(1), b=torch.zeros(1))
+
+    new = mig.migrate(model, saved(1, a=torch.ones(1), b=torch.zeros(1)))
+
+    assert (float(new["a"]), float(new["b"])) == (0.0, 1.0)
+
+
+def test_a_checkpointed_block_migrates():
+    """Blocks inside activation checkpointing migrate by the names without its part."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    old, model = network(nn, old_attention(nn)).state_dict(), network(nn, Attention)
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+
+    new = mig.migrate(model, old)
+
+    assert equal(new, joined(old))
+    model.load_state_dict(new)
+    model.load_state_dict(old)
+    assert equal(model.state_dict(), joined(old))
+
+
+def test_values_that_are_not_tensors_move():
+    """Extra state is renamed like tensors."""
+    model = declared({2: [mig.rename("old.**", "new.**")]}, x=torch.zeros(1))
+
+    assert mig.migrate(model, saved(1, **{"old._extra_state": 5}))["new._extra_state"] == 5

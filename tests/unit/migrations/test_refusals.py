@@ -115,14 +115,6 @@ def test_state_dicts(table, entries, text):
     assert entries == before
 
 
-def test_half_a_merge_without_a_version():
-    """Old names are there, so the error says what their step lacks, not that names are unknown."""
-    model = declared({2: [QKV]}, x=ONE)
-
-    with pytest.raises(MigrationError, match=r"q\.w is in the state dict, but v\.w is missing"):
-        mig.migrate(model, {"q.w": ONE, "k.w": ONE})
-
-
 def test_newer_files():
     """A file newer than the class names the module and both versions."""
     model = nn.Sequential(declared({2: [mig.rename("a", "b")]}, b=ONE))
@@ -202,3 +194,11 @@ def test_versions_that_are_not_numbers():
     odd._metadata[""] = None
 
     assert list(mig.migrate(model, odd)) == ["b"]
+
+
+def test_half_a_merge_without_a_version():
+    """Old names are there, so the error says what their step lacks, not that names are unknown."""
+    model = declared({2: [QKV]}, x=ONE)
+
+    with pytest.raises(MigrationError, match=r"q\.w is in the state dict, but v\.w is missing"):
+        mig.migrate(model, {"q.w": ONE, "k.w": ONE})

@@ -18,7 +18,6 @@ OTHERS = [
 
 
 RENDER = str(DOCS / "render.py")
-NOTICE = "<!-- Written by docs/render.py"
 
 
 def test_generated_pages_are_up_to_date():
@@ -29,28 +28,6 @@ def test_generated_pages_are_up_to_date():
 def test_pictures_are_up_to_date():
     """Figures show the committed data, and those of the terminal what the commands print."""
     assert runpy.run_path(RENDER)["stale_pictures"]() == []
-
-
-def test_readme_of_the_generators_lists_what_is_generated():
-    """A page is generated, or has a generated block, if and only if the list has it."""
-    text = (DOCS / "_render" / "README.md").read_text(encoding="utf-8")
-    listed = dict(re.findall(r"^\| `docs/(\w+\.md)` \| (whole page)?", text, re.MULTILINE))
-    whole = [page.name for page in PAGES if page.read_text("utf-8").startswith(NOTICE)]
-    partly = [page.name for page in PAGES if "written by docs/render.py -->" in page.read_text()]
-
-    assert sorted(name for name, how_much in listed.items() if how_much) == sorted(whole)
-    assert sorted(name for name, how_much in listed.items() if not how_much) == sorted(partly)
-
-
-def test_readme_begins_with_what_a_newcomer_needs():
-    """A picture and three reasons, the installation, the average; the import of modkit.nn is last."""
-    first_screen = README.partition("\n## ")[0]
-    headings = re.findall(r"^## (.*)", README, re.MULTILINE)
-
-    assert re.findall(r"^!\[.+\]\(docs/_static/\w+\.svg\)$", first_screen, re.MULTILINE)
-    assert re.findall(r"^(\d)\. \*\*", first_screen, re.MULTILINE) == ["1", "2", "3"]
-    assert headings[:2] == ["Install", "Average the weights"]
-    assert README.index("modkit.EMA(") < README.index("import modkit.nn as nn")
 
 
 def prose(page):

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import modkit
-
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "api" / "index.md"
 LISTED = re.findall(r"^   (modkit\.[\w.]+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
@@ -37,11 +35,3 @@ def test_each_listed_name_says_what_it_is_for(path):
     first = (found_at(path).__doc__ or "").split("\n\n")[0]
 
     assert 10 < len(first) < 250
-
-
-def test_the_version_of_the_site():
-    """It is that of the package."""
-    configuration = (PAGE.parents[1] / "conf.py").read_text(encoding="utf-8")
-
-    assert "version = release = modkit.__version__" in configuration
-    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", modkit.__version__)

@@ -41,17 +41,6 @@ def scripts():
             yield f"{name}_first.py", blocks[0]
 
 
-def test_the_blocks_of_all_pages_are_found():
-    """Pages of each kind have scripts; a block that needs a library is left out."""
-    found = dict(scripts())
-
-    assert {"README.py", "docs_tutorial.py", "docs_tutorial_first.py", "docs_api_nn.py"} <= set(
-        found
-    )
-    assert "modkit.EMACallback" in found["docs_callbacks.py"]
-    assert "lightning" not in found["docs_callbacks.py"]
-
-
 @for_each("name, code", scripts, ids=lambda script: script[0])
 def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, code):
     """A script of a page succeeds in a process of its own, and prints nothing to stderr."""

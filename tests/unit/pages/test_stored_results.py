@@ -81,14 +81,3 @@ def test_the_suites_are_of_the_pinned_versions():
         for version in versions
         if not any(pin.split(" ")[0].lower() == version for pin in pins)
     ] == []
-
-
-def test_a_side_that_swapped_nothing_counts_no_test():
-    """Where no module imported modkit, the side ran on torch again and proves nothing."""
-    tested_with = runpy.run_path(str(DOCS / "render.py"))["tested_with"]
-    sides = {side: {"passed": 5} for side in ("torch", "whole", "user")}
-    row = {"sides": sides, "differing": [], "swapped modules": {"whole": 3, "user": 0}}
-
-    assert tested_with.cells(row) == ["5", "5", "5", "-", "0"]
-    assert tested_with.totals({"library": row}) == [5, 5, 5, 0, 0]
-    assert tested_with.cells({**row, "swapped modules": {"whole": 3, "user": 2}})[3] == "5"
