@@ -1,8 +1,7 @@
-import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.helpers import Implementation, freeze, same
+from tests.helpers import Implementation, same
 
 
 def parts(impl: Implementation):
@@ -92,18 +91,3 @@ def test_schedule_alone() -> None:
         return losses, rates
 
     assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.parametrize("way", ["update_bn", "use_buffers"])
-def test_both_ways_to_fresh_statistics(impl: Implementation, way: str) -> None:
-    """The two documented ways give statistics that differ from those of the last model seen."""
-    loader, optimizer, model, loss_fn = parts(impl)
-    averaged = impl.AveragedModel(model, use_buffers=way == "use_buffers")
-    for _ in range(4):
-        train_one_epoch(loader, optimizer, model, loss_fn, [])
-        averaged.update_parameters(model)
-    if way == "update_bn":
-        assert freeze(averaged.module[1].running_mean) == freeze(model[1].running_mean)
-        impl.update_bn(loader, averaged)
-
-    assert not torch.equal(averaged.module[1].running_mean, model[1].running_mean)

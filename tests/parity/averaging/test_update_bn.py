@@ -4,7 +4,6 @@ import torch
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.models import normed_net, one_weight
-from tests.parity.averaging.rules import build, inputs
 
 
 def batches(count: int = 3, width: int = 3) -> list[torch.Tensor]:
@@ -108,18 +107,6 @@ def test_model_without_batch_norm_leaves_the_loader_alone(impl: Implementation) 
     assert not model.training
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_mode_is_restored(impl: Implementation, training: bool) -> None:
-    """The normalization runs in training mode, and then the model has the mode that it had."""
-    model = normed_net(impl).train(training)
-    modes = []
-    model[1].register_forward_hook(lambda module, *_: modes.append(module.training))
-    impl.update_bn(batches(2), model)
-
-    assert modes == [True, True]
-    assert [module.training for module in model.modules()] == [training] * 5
-
-
 @for_each("momentum", [0.1, 0.9, 0.0, None])
 def test_momentum_is_restored(impl: Implementation, momentum) -> None:
     """Each layer's momentum is None during the pass and has its value afterwards."""
@@ -202,17 +189,3 @@ def test_averaged_model_is_updated(rule: str) -> None:
         return averaged, averaged.eval()(torch.ones(2, 3))
 
     assert same(scenario)[0] == "returned"
-
-
-def test_update_bn_leaves_the_parameters(impl: Implementation) -> None:
-    """Only the statistics change: parameters and n_averaged keep their bits."""
-    model = build(impl, "sequential")
-    averaged = impl.AveragedModel(model)
-    averaged.update_parameters(model)
-    before = freeze(list(averaged.parameters()))
-    mean = averaged.module[1].running_mean.clone()
-    impl.update_bn([inputs()], averaged)
-
-    assert freeze(list(averaged.parameters())) == before
-    assert averaged.n_averaged == 1
-    assert not torch.equal(averaged.module[1].running_mean, mean)

@@ -1,7 +1,6 @@
 """Memory of small averages: saved, shared, replaced and freed like that of any tensors."""
 
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -158,80 +157,6 @@ def transpose(average: nn.Module) -> None:
     average[1].weight.data = average[1].weight.data.t()
 
 
-def widen(average: nn.Module) -> None:
-    """Cast all."""
-    average.double()
-
-
-def narrow(average: nn.Module) -> None:
-    """Cast all to 16 bits."""
-    average.half()
-
-
-def load_by_assignment(average: nn.Module) -> None:
-    """Replace all parameters."""
-    average.load_state_dict(layers().state_dict(), assign=True)
-
-
-def convert_by_swapping(average: nn.Module) -> None:
-    """Cast all, by exchanging what the parameters are."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        average.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def replace_layer(average: nn.Module) -> None:
-    """Put another layer in the place of one."""
-    torch.manual_seed(9)
-    average[2] = nn.Linear(3, 3)
-
-
-MOVES = [
-    share,
-    assign_data,
-    transpose,
-    widen,
-    narrow,
-    load_by_assignment,
-    convert_by_swapping,
-    replace_layer,
-]
-
-
-# Torch's EMA takes averages of the dtype of the model only.
-CASTS = (widen, narrow, convert_by_swapping)
-
-
-@for_each(
-    ("move", "rule"),
-    [
-        (one, rule)
-        for one in MOVES
-        for rule in ("equal", "ema")
-        if one not in CASTS or rule == "equal"
-    ],
-)
-def test_an_averaged_model_is_that_of_torch_after(move: Callable[..., None], rule: str) -> None:
-    """Whatever is done to the averaged copy, the next updates are bitwise those of torch."""
-    model = layers()
-    states = []
-    for impl in (modkit.optim.swa_utils, torch.optim.swa_utils):
-        chosen = {"multi_avg_fn": impl.get_ema_multi_avg_fn(0.5)} if rule == "ema" else {}
-        average = impl.AveragedModel(model, **chosen)
-        for seed in range(6):
-            walk(model, seed)
-            average.update_parameters(model)
-            if seed == 2:
-                move(average.module)
-        states.append(average.state_dict())
-    ours, theirs = states
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert ours[name].equal(tensor), name
-
-
 @pytest.mark.parametrize("move", [share, assign_data, transpose])
 def test_an_ema_after(move: Callable[..., None]) -> None:
     """Averages that the user gave other memory are those that are updated."""
@@ -284,32 +209,6 @@ def test_memory_is_freed() -> None:
         assert buffers[0]() is None
     finally:
         gc.enable()
-
-
-def test_two_emas_of_one_model() -> None:
-    """They share nothing but the model."""
-    model = layers()
-    slow, fast = modkit.EMA(model, 0.75), modkit.EMA(model, 0.5)
-    with torch.no_grad():
-        for value in (0.0, 4.0):
-            for parameter in model.parameters():
-                parameter.fill_(value)
-            slow.update()
-            fast.update()
-    assert all(tensor.eq(1.0).all() for _, tensor in slow.named_averages())
-    assert all(tensor.eq(2.0).all() for _, tensor in fast.named_averages())
-
-
-def test_a_saved_ema_loads_in_another_process() -> None:
-    """``torch.save`` of the state through a buffer, as queues and stores do."""
-    ema = modkit.EMA(layers(), 0.5)
-    ema.update()
-    buffer = io.BytesIO()
-    torch.save(ema.state_dict(), buffer)
-    buffer.seek(0)
-    other = modkit.EMA(layers(), 0.5)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert all(t.equal(dict(ema.named_averages())[name]) for name, t in other.named_averages())
 
 
 @pytest.mark.parametrize(
