@@ -20,10 +20,8 @@ import modkit
 from modkit.averaging import optimizer_steps
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network, train
+from tests.unit.averaging.recipes import network
 
-
-Averages = Any
 
 # torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
 _ = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]), torch.optim.LBFGS([torch.zeros(1)])
@@ -166,24 +164,6 @@ def test_an_inner_step_that_raises_and_is_caught(fails: bool) -> None:
     assert ema.step == 3
 
 
-def test_a_step_that_raises_does_not_count_for_several_optimizers() -> None:
-    """One of two optimizers raises after the step of its base class; then both step."""
-    net = network()
-    first, second = Calls(net[0].parameters()), sgd(net[1], net[3])
-    ema = modkit.EMA(net).attach(first, second)
-    gradients(net)
-    first.raises = "after"
-    with pytest.raises(RuntimeError, match="half"):
-        first.step()
-    first.raises = None
-    steps = []
-    for optimizer in (first, second, first, second):
-        optimizer.step()
-        steps.append(ema.step)
-
-    assert steps == [0, 1, 1, 2]
-
-
 @for_each("times", [1, 2, 3])
 @for_each(
     ("attached", "expected"),
@@ -302,16 +282,6 @@ def test_a_copy_with_hooks_updates_nothing() -> None:
     optimizer.step()
 
     assert (ema.step, other_ema.step) == (2, 1)
-
-
-def test_the_callback_counts_the_outermost_step() -> None:
-    """`EMACallback(model, optimizer)` counts as `attach` does."""
-    net = network()
-    optimizer = CallsTwice(net.parameters())
-    callback = modkit.EMACallback(net, optimizer)
-    train(net, optimizer, 0, 4)
-
-    assert callback.ema.n_averaged == 4
 
 
 # --- steps that allocate the state of an optimizer -------------------------------------------------

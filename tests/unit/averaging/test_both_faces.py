@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
+from tests.unit.averaging.recipes import as_accelerator
 
 
 DECAY = 0.9
@@ -74,11 +74,21 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+# Each precision and dtype with both policies, on the CPU and on an accelerator.
+WAYS_TO_STEP = [
+    ("same", torch.float32, "ignore", False),
+    ("same", torch.bfloat16, "skip", True),
+    ("fp32", torch.float32, "skip", False),
+    ("fp32", torch.bfloat16, "ignore", True),
+    ("fp64", torch.bfloat16, "skip", False),
+    ("fp64", torch.float32, "skip", True),
+    ("compensated", torch.float32, "ignore", True),
+    ("compensated", torch.bfloat16, "skip", False),
+]
+
+
 @for_each("options", OPTIONS, ids=named)
-@for_each("precision", [one for one in PRECISIONS if one != "stochastic"])
-@for_each("dtype", [torch.float32, torch.bfloat16])
-@for_each("policy", ["ignore", "skip"])
-@for_each("accelerator", [False, True])
+@for_each(("precision", "dtype", "policy", "accelerator"), WAYS_TO_STEP)
 def test_both_faces(
     options: dict[str, Any],
     precision: Any,
@@ -163,8 +173,7 @@ def drift(model: nn.Module, step: int) -> None:
 
 @for_each("rule", RULES)
 @for_each("precision", ["stochastic", "compensated"])
-@for_each("dtype", [torch.bfloat16, torch.float16])
-@for_each("accelerator", [False, True])
+@for_each(("dtype", "accelerator"), [(torch.bfloat16, False), (torch.float16, True)])
 def test_accuracy(
     rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
 ) -> None:

@@ -226,7 +226,7 @@ def test_one_checkpoint_is_open_at_a_time(tmp_path, monkeypatch) -> None:
             super().__init__(*args)
 
     monkeypatch.setattr(checkpoints, "Checkpoint", Counted)
-    average_checkpoints(written(tmp_path, states(5)))
+    average_checkpoints(written(tmp_path, states(3)))
 
-    assert len(opened) == 10
+    assert len(opened) == 6
     assert most <= 2

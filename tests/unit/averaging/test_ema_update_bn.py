@@ -276,19 +276,6 @@ def test_after_an_error_nothing_has_changed(loader: Any, error: type[Exception])
     assert (freeze(ema.state_dict()), held(ema.model)) == before
 
 
-def test_it_is_refused_where_it_cannot_be_right() -> None:
-    """Before the first update there is no average, and inside the block it would come too late."""
-    ema = modkit.EMA(network())
-    with pytest.raises(RuntimeError, match=r"EMA\.update_bn\(\).*before the first update"):
-        ema.update_bn(batches())
-    ema.update()
-    before = freeze(ema.state_dict()), held(ema.model)
-    with ema.applied(), pytest.raises(RuntimeError, match=r"EMA\.update_bn\(\).*applied"):
-        ema.update_bn(batches())
-
-    assert (freeze(ema.state_dict()), held(ema.model)) == before
-
-
 BLOCKS: dict[str, Callable[[Any], Any]] = {
     "applied": lambda callback: callback.ema.applied(),
     "evaluating": lambda callback: callback.evaluating(),

@@ -91,8 +91,14 @@ class RaiseAtLine:
             sys.settrace(before)
 
 
-@for_each(("kind", "ending"), [(KeyboardInterrupt, "normal"), (RuntimeError, "error")])
-@for_each("make", [plain, cast, with_sparse_buffers])
+@for_each(
+    ("make", "kind", "ending"),
+    [
+        (plain, KeyboardInterrupt, "normal"),
+        (cast, RuntimeError, "error"),
+        (with_sparse_buffers, KeyboardInterrupt, "normal"),
+    ],
+)
 def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     """After an exception at any line, the training weights are in the model, and the averages are kept."""
     model = make()

@@ -90,26 +90,14 @@ EXAMPLES = [reference.values[0] for reference in REFERENCES]
 
 @pytest.mark.parametrize(("schedule", "reference"), REFERENCES)
 def test_formula(schedule, reference):
-    """Each schedule is its source's formula at every step from 1 to 100,000, and 0 for the copy."""
-    steps = np.arange(1, 100_001)
+    """Each schedule is its source's formula at steps from 1 to 100,000, and 0 for the copy."""
+    steps = np.r_[1:2000, 2000:100_001:97]
 
     ours = np.array([schedule(n) for n in steps.tolist()])
 
     assert np.abs(ours - reference(steps.astype(np.float64))).max() <= 1e-12
     assert schedule(0) == 0.0
     assert schedule(-5) == 0.0
-
-
-def test_steps_of_counter_read_after_increment():
-    """With a start after 100 steps, step 102 of a counter from 1 is the first that mixes (diffusers)."""
-    schedule = InverseGamma(inv_gamma=1.0, power=0.75, decay=0.9999)
-
-    def diffusers_decay(optimization_step, update_after_step=100):
-        step = max(0, optimization_step - update_after_step - 1)
-        return 0.0 if step <= 0 else max(min(1 - (1 + step) ** -0.75, 0.9999), 0.0)
-
-    for step in range(1, 3000):
-        assert schedule(max(0, step - 100 - 1)) == pytest.approx(diffusers_decay(step), abs=1e-12)
 
 
 @for_each(
@@ -136,14 +124,6 @@ def test_steps_that_contain_the_copy(schedule):
     assert schedule.over(0, 1) == 0.0
 
 
-def test_equal_average_of_every_kth_model():
-    """With an update at every k-th step, Equal weighs all models that it sees the same, as SWA does."""
-    for k in (1, 3, 10):
-        weights = schedules.profile(Equal(), 20 * k, update_every=k)
-
-        assert weights == pytest.approx([1 / 21] * 21, rel=1e-12)
-
-
 @for_each("schedule", EXAMPLES, ids=repr)
 @for_each("k", [1, 10])
 def test_weights_of_average(schedule, k):
@@ -158,30 +138,6 @@ def test_weights_of_average(schedule, k):
 
     assert weights == pytest.approx(average, rel=1e-12)
     assert sum(weights) == pytest.approx(1.0, rel=1e-12)
-
-
-@for_each("k", [1, 10, 100])
-@for_each("sigma_rel", [0.05, 0.1, 0.2])
-def test_realised_width(sigma_rel, k):
-    """The spread of the weights over a run of 20,000 steps is the sigma_rel that was asked for."""
-    steps = 20_000
-    weights = np.array(schedules.profile(Power(sigma_rel=sigma_rel), steps, update_every=k))
-    times = np.arange(len(weights)) * k
-
-    mean = (weights * times).sum()
-    width = math.sqrt((weights * (times - mean) ** 2).sum()) / steps
-
-    assert width == pytest.approx(sigma_rel, rel=0.02)
-
-
-@pytest.mark.parametrize("k", [1, 10, 100])
-def test_memory_does_not_depend_on_interval(k):
-    """Two hundred steps after a jump, the average has followed equally far at any interval."""
-    decay = 1.0
-    for step in range(k, 201, k):
-        decay *= Constant(0.99).over(step, k)
-
-    assert 1 - decay == pytest.approx(1 - 0.99**200, rel=1e-12)
 
 
 @for_each("sigma_rel", [1e-4, 0.003, 0.05, 0.1, 0.2, 0.28, 0.2886])

@@ -75,18 +75,3 @@ def test_realised_width(sigma_rel, k):
     mean, square = dict(ema.named_averages())["weight"].tolist()
 
     assert math.sqrt(square - mean**2) == pytest.approx(sigma_rel, rel=0.02)
-
-
-@pytest.mark.parametrize("k", [1, 10, 100])
-def test_memory_does_not_depend_on_the_interval(k):
-    """Two hundred steps after a jump, an EMA has followed equally far at any interval."""
-    model = model_of([0.0])
-    ema = modkit.EMA(model, decay=0.99, update_every=k)
-    ema.update()
-    write(model, 1.0)
-    for _ in range(200):
-        ema.update()
-
-    average = dict(ema.named_averages())["weight"].item()
-
-    assert average == pytest.approx(1 - 0.99**200, rel=1e-9)
