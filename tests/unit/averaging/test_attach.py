@@ -1,5 +1,4 @@
 import copy
-import re
 from typing import Any
 
 import pytest
@@ -173,23 +172,6 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
 
 # --- arguments -------------------------------------------------------------------------------------
 
-NOT_MODELS: dict[str, Any] = {
-    "parameters()": lambda net: net.parameters(),
-    "list of parameters": lambda net: list(net.parameters()),
-    "named_parameters()": lambda net: net.named_parameters(),
-    "state_dict()": lambda net: net.state_dict(),
-    "tensor": lambda net: net[0].weight,
-    "None": lambda net: None,
-    "class": type,
-}
-
-
-@for_each("kind", NOT_MODELS)
-def test_the_first_argument_is_the_model(kind: str) -> None:
-    """The call of other libraries, with the parameters, is a TypeError that says what to pass."""
-    with pytest.raises(TypeError, match=r"EMA.*Pass the model"):
-        modkit.EMA(NOT_MODELS[kind](network()), 0.9)
-
 
 def test_either_decay_or_schedule_is_enough() -> None:
     """Both can be given alone; without either the decay is 0.999."""
@@ -204,21 +186,6 @@ def test_either_decay_or_schedule_is_enough() -> None:
         [schedules.Constant(0.9)],
         [schedules.Constant(0.999)],
     ]
-
-
-WITHOUT_PARAMETERS = {
-    "layer": nn.ReLU,
-    "container": nn.Sequential,
-    "buffers only": lambda: nn.BatchNorm1d(2, affine=False),
-}
-
-
-@pytest.mark.parametrize("kind", WITHOUT_PARAMETERS)
-def test_a_model_without_parameters_is_refused(kind: str) -> None:
-    """There is nothing to average: a ValueError that names EMA and the class of the model."""
-    model = WITHOUT_PARAMETERS[kind]()
-    with pytest.raises(ValueError, match=rf"EMA.*{re.escape(type(model).__name__)}"):
-        modkit.EMA(model)
 
 
 # --- parameters without data -----------------------------------------------------------------------

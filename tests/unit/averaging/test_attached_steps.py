@@ -150,20 +150,6 @@ def test_a_step_that_raises_does_not_count(kind: Any, moment: str) -> None:
     assert (ema.step, ema.n_averaged) == (3, 3)
 
 
-@for_each("fails", [False, True])
-def test_an_inner_step_that_raises_and_is_caught(fails: bool) -> None:
-    """The outer step counts."""
-    net = network()
-    optimizer = Retries(net.parameters())
-    optimizer.fails = fails
-    ema = modkit.EMA(net).attach(optimizer)
-    for number in range(3):
-        gradients(net, number)
-        optimizer.step()
-
-    assert ema.step == 3
-
-
 @for_each("times", [1, 2, 3])
 @for_each(
     ("attached", "expected"),

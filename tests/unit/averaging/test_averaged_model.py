@@ -9,7 +9,6 @@ import torch
 
 from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tests.cases import for_each
 
 
 def set_all(model: torch.nn.Module, value: float) -> torch.nn.Module:
@@ -23,18 +22,6 @@ def set_all(model: torch.nn.Module, value: float) -> torch.nn.Module:
 def half_average(model: torch.nn.Module, **arguments) -> AveragedModel:
     """Return an average that goes half of the way in each update."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), **arguments)
-
-
-def test_a_precision_never_narrows() -> None:
-    """Wider dtypes are kept, complex tensors stay complex, and integer tensors integer."""
-    model = nn.Linear(2, 1).double()
-    model.register_buffer("turn", torch.ones(1, dtype=torch.complex64))
-    model.register_buffer("index", torch.ones(1, dtype=torch.int16))
-    average = AveragedModel(model, precision="fp32")
-
-    assert average.module.weight.dtype == torch.float64
-    assert average.module.turn.dtype == torch.complex64
-    assert average.module.index.dtype == torch.int16
 
 
 @pytest.mark.parametrize("argument", ["precision", "on_nonfinite"])
@@ -55,42 +42,6 @@ def test_exported_names_are_those_of_the_plain_model() -> None:
     other.load_state_dict(average.export_state_dict())
 
     assert other[0].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def shrink_parameter(model: torch.nn.Module) -> None:
-    """Let a parameter be one part of its memory."""
-    model.weight.data = model.weight.data[:1]
-
-
-def add_parameter(model: torch.nn.Module) -> None:
-    """Register one parameter more."""
-    model.scale = nn.Parameter(torch.ones(1))
-
-
-def add_child(model: torch.nn.Module) -> None:
-    """Register the first child."""
-    model.inner = nn.Linear(1, 1)
-
-
-def remove_parameter(model: torch.nn.Module) -> None:
-    """Make a parameter None."""
-    model.bias = None
-
-
-@for_each("change", [shrink_parameter, add_parameter, add_child, remove_parameter])
-def test_a_model_that_stops_to_fit_is_refused(change) -> None:
-    """After updates that fitted, a model with other tensors is refused and nothing is written."""
-    model = set_all(nn.Linear(2, 2), 4.0)
-    average = half_average(model)
-    average.update_parameters(model)
-    average.update_parameters(model)
-    change(model)
-    set_all(model, 8.0)
-    with pytest.raises(ValueError, match="Nothing has been changed"):
-        average.update_parameters(model)
-
-    assert average.module.bias.tolist() == [4.0, 4.0]
-    assert average.n_averaged == 2
 
 
 def test_an_average_does_not_keep_its_model_alive() -> None:

@@ -172,8 +172,10 @@ def drift(model: nn.Module, step: int) -> None:
 
 
 @for_each("rule", RULES)
-@for_each("precision", ["stochastic", "compensated"])
-@for_each(("dtype", "accelerator"), [(torch.bfloat16, False), (torch.float16, True)])
+@for_each(
+    ("precision", "dtype", "accelerator"),
+    [("stochastic", torch.bfloat16, False), ("compensated", torch.float16, True)],
+)
 def test_accuracy(
     rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
 ) -> None:
@@ -250,14 +252,3 @@ def test_a_cast_keeps_the_value(precision: Any) -> None:
     for name, parameter in model.named_parameters():
         expected = torch.lerp(before[name], parameter.detach().double(), 0.005)
         torch.testing.assert_close(averages_of(average)[name], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
-def test_other_functions_are_refused(precision: Any) -> None:
-    """Their steps are not known."""
-    for arguments in (
-        {"avg_fn": lambda average, current, count: average},
-        {"multi_avg_fn": lambda averages, currents, count: None},
-    ):
-        with pytest.raises(ValueError, match="get_ema_multi_avg_fn"):
-            AveragedModel(network(), precision=precision, **arguments)

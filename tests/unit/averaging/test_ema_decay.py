@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import modkit
 from modkit.schedules import (
@@ -17,7 +17,6 @@ from modkit.schedules import (
     InverseGamma,
     PerUpdate,
     Power,
-    Schedule,
 )
 from tests.cases import for_each
 from tests.helpers import freeze
@@ -83,15 +82,6 @@ def test_it_is_a_plain_number_of_the_first_average() -> None:
     assert (type(ema.decay), ema.decay) == (float, 0.5)
 
 
-def test_a_constant_decay_over_several_steps() -> None:
-    """With `update_every` it is the product."""
-    ema = modkit.EMA(network(), 0.9, update_every=4)
-    for _ in range(6):
-        ema.update()
-
-    assert ema.decay == 0.9**4
-
-
 def test_a_skipped_step_has_no_decay() -> None:
     """On CPU a step that was skipped leaves the decay of the one before."""
     model = model_of(1.0)
@@ -141,27 +131,3 @@ def test_copies_and_loaded_states_have_it(carry: Any) -> None:
     assert "decay" not in vars(other)
     assert "decay" not in other.state_dict()
     assert freeze(other.state_dict()) == freeze(ema.state_dict())
-
-
-def test_foreign_states_continue_with_it() -> None:
-    """After a state of another library it is that of the library's latest step."""
-    model = nn.Linear(2, 2)
-    ema = modkit.EMA(model, schedule=CountWarmup(0.9999))
-    ema.load_state_dict(model.state_dict(), step=1000)
-
-    assert ema.decay == 1000 / 1009
-
-
-def test_it_does_not_hide_the_error_of_a_schedule() -> None:
-    """A function that fails is called where the decay is read, and its error is not swallowed."""
-
-    class Broken(Schedule):
-        def decay_at(self, n: int) -> float:
-            raise KeyError(n)
-
-    ema = modkit.EMA(network(), 0.5)
-    ema.update()
-    ema.update()
-    ema.schedules[0] = Broken()
-    with pytest.raises(KeyError):
-        _ = ema.decay

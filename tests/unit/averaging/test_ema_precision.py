@@ -24,18 +24,6 @@ def test_sixteen_bits_arrive(precision, dtype) -> None:
     assert averaged(ema).double().mean().item() == pytest.approx(2 - 0.999**1500, abs=1e-3)
 
 
-def test_sixteen_bits_stand_still_by_themselves() -> None:
-    """With "same" the average is kept in bfloat16, and does not leave 1."""
-    model = model_of([1.0], torch.bfloat16)
-    ema = modkit.EMA(model, decay=0.999, precision="same")
-    ema.update()
-    set_to(model, 2.0)
-    for _ in range(1000):
-        ema.update()
-
-    assert averaged(ema).item() == 1.0
-
-
 # Movement in 5,000 steps at a decay of 1 - 1e-5, if a weight goes from 1 to 1.001.
 NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(5_000 * math.log1p(-1e-5))
 
@@ -106,21 +94,6 @@ def test_large_tensors_are_cast_in_parts(size: int, contiguous: bool) -> None:
     assert torch.equal(averaged(emas[0]), averaged(emas[1]))
 
 
-def test_the_bits_of_torch() -> None:
-    """With "same" the average has the bits of torch's `AveragedModel` with a multi-tensor EMA."""
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model = model_of(torch.randn(100, generator=torch.Generator().manual_seed(0)))
-    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
-    ours = modkit.EMA(model, decay=0.97, precision="same")
-    for step in range(20):
-        set_to(model, torch.randn(100, generator=torch.Generator().manual_seed(step)))
-        theirs.update_parameters(model)
-        ours.update()
-
-    assert torch.equal(averaged(ours), theirs.module.weight)
-
-
 def test_random_rounding_depends_on_the_seed_alone() -> None:
     """Two averages with one seed are equal, others are not, and global randomness is left alone."""
 
@@ -158,17 +131,6 @@ def test_in_what_an_average_is_kept(dtype, kept: list[str]) -> None:
     found = [str(kept_dtype(dtype, precision)) for precision in PRECISIONS]
 
     assert found == [f"torch.{name}" for name in kept]
-
-
-def test_another_device_keeps_the_average_there() -> None:
-    """An average that is told a device stays there, whatever the model does."""
-    model = model_of([1.0], torch.bfloat16)
-    ema = modkit.EMA(model, decay=0.5, device="cpu")
-    ema.update()
-
-    assert averaged(ema).device == torch.device("cpu")
-    with pytest.raises(RuntimeError, match=r"[Dd]evice"):
-        modkit.EMA(model, device="nowhere")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -210,18 +210,6 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).t()
 
 
-class Logarithm(nn.Module):
-    """A parametrization whose parameter holds something else than the weight."""
-
-    def forward(self, original: Tensor) -> Tensor:
-        """Return the weight."""
-        return original.exp()
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return what is trained."""
-        return weight.abs().log()
-
-
 def adapt(model: nn.Sequential) -> dict[str, str]:
     """Wrap a layer; return new names with those of the same parameters before."""
     model[1] = Adapted(model[1])
@@ -323,19 +311,6 @@ def test_averages_follow_parameters_to_other_names(
     assert not any(torch.equal(first[name].to(dtype), now[name]) for name in kept)
     ema.update()
     assert ema.n_averaged == 5
-
-
-def test_what_a_parametrization_has_rewritten_starts_again() -> None:
-    """The original of a parametrization with an inverse is not the weight that was averaged."""
-    ema = begun("updates", torch.float32)
-    nn.utils.parametrize.register_parametrization(ema.model[1], "weight", Logarithm())
-    ema.rebind()
-    name = "1.parametrizations.weight.original"
-
-    assert torch.equal(values(ema)[name], ema.model[1].parametrizations["weight"].original)
-    nn.utils.parametrize.remove_parametrizations(ema.model[1], "weight")
-    ema.rebind()
-    assert torch.equal(values(ema)["1.weight"], ema.model[1].weight)
 
 
 ORIGINAL = "1.parametrizations.weight.original"

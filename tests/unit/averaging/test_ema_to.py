@@ -140,14 +140,6 @@ def test_a_dtype_that_breaks_the_promise_of_the_precision(
     assert {tensor.dtype for _, tensor in ema.named_averages()} == {least}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
-def test_a_dtype_that_keeps_the_promise(precision: Any, dtype: torch.dtype) -> None:
-    """Averages of wider parameters may be cast down to what the precision promises."""
-    ema = modkit.EMA(layers(torch.float64), 0.9, precision=precision).to(dtype=dtype)
-    after(ema, 0, 3)
-    assert {tensor.dtype for _, tensor in ema.named_averages()} == {dtype}
-
-
 @for_each(("precision", "dtype", "least"), NARROW)
 def test_an_averaged_model_that_was_cast_in_mid_run(
     precision: Any, dtype: torch.dtype, least: torch.dtype

@@ -123,18 +123,6 @@ def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     assert counted.lines > 60
 
 
-@for_each("make", [plain, with_sparse_buffers])
-def test_buffers_without_an_address_are_swapped(make) -> None:
-    """A sparse buffer, such as an adjacency matrix, is swapped in and restored with the parameters."""
-    model = make()
-    ema = average_of(model)
-    with ema.applied():
-        inside = model[0].weight.clone()
-
-    assert inside.eq(1.5).all()
-    assert model[0].weight.eq(2.0).all()
-
-
 def test_a_write_to_a_sparse_buffer_is_noticed() -> None:
     """The average is not changed, the training value is back, and the error names the option."""
     model = with_sparse_buffers()

@@ -70,13 +70,6 @@ def test_globs_that_match(face: Any, options: dict[str, Any]) -> None:
 
 
 @for_each("face", FACES)
-def test_a_glob_for_all_buffers_of_a_model_without_any(face: Any) -> None:
-    """A configuration for several models may say what becomes of buffers."""
-    model = nn.Linear(2, 2)
-    update(face(model, buffers={"*": "average"}), model)
-
-
-@for_each("face", FACES)
 def test_globs_of_buffers_that_are_none(face: Any) -> None:
     """They are tensors later, under the same names."""
     model = model_of(torch.ones(2))
@@ -347,12 +340,3 @@ def test_the_callback_for_loops_in_a_trainer(attribute: str, package: str) -> No
         getattr(callback, attribute)
 
     assert not hasattr(copy.deepcopy(callback), attribute)
-
-
-def test_an_attribute_that_no_trainer_reads() -> None:
-    """The error is Python's."""
-    with pytest.raises(AttributeError) as error:
-        modkit.EMACallback(network()).averages
-
-    assert str(error.value) == "'EMACallback' object has no attribute 'averages'"
-    assert error.value.name == "averages"

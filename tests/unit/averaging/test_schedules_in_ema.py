@@ -1,5 +1,3 @@
-import math
-
 import pytest
 import torch
 from torch import nn
@@ -59,19 +57,3 @@ def test_average_has_the_weights_of_the_profile(schedule, k):
 
     average = dict(ema.named_averages())["weight"].item()
     assert average == pytest.approx(float(weights @ values[::k]), rel=1e-12)
-
-
-@for_each("k", [1, 10, 100])
-@for_each("sigma_rel", [0.05, 0.1])
-def test_realised_width(sigma_rel, k):
-    """The spread of the times that an EMA has averaged is the width that was asked for."""
-    steps = 4000
-    model = model_of([0.0, 0.0])
-    ema = modkit.EMA(model, schedule=Power(sigma_rel=sigma_rel), update_every=k)
-    for step in range(steps + 1):
-        write(model, step / steps, (step / steps) ** 2)
-        ema.update()
-
-    mean, square = dict(ema.named_averages())["weight"].tolist()
-
-    assert math.sqrt(square - mean**2) == pytest.approx(sigma_rel, rel=0.02)
