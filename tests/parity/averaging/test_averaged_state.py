@@ -109,19 +109,6 @@ def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
     assert (other.module.weight.item() > 1.0, other.n_averaged.item()) == (True, 2)
 
 
-@every_rule
-def test_deepcopy_keeps_the_averaging_function(impl: Implementation, rule: str) -> None:
-    """A deep copy continues with the same rule, bitwise identically."""
-    model, averaged = averaged_net(impl, rule)
-    other = copy.deepcopy(averaged)
-    for _ in training_states(model, 2):
-        averaged.update_parameters(model)
-        other.update_parameters(model)
-
-    assert (other.avg_fn, other.multi_avg_fn) == (averaged.avg_fn, averaged.multi_avg_fn)
-    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
-
-
 @pytest.mark.parametrize("way", [through_pickle, through_file])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.endswith(("ema", "swa"))])
 def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule, way) -> None:

@@ -9,25 +9,13 @@ import modkit
 from modkit import schedules
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import averaged, model_of, network, set_to
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters of all modules."""
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+from tests.unit.averaging.recipes import averaged, gradients, model_of, network, set_to, sgd
 
 
 def two_parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
     """Return a model, an optimizer of its first layer, and one of its last."""
     net = network()
     return net, sgd(net[0]), sgd(net[1], net[3])
-
-
-def gradients(net: nn.Module, number: int = 0) -> None:
-    """Compute new gradients."""
-    net.zero_grad()
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    net(batch).square().mean().backward()
 
 
 # --- one optimizer ---------------------------------------------------------------------------------
@@ -114,9 +102,6 @@ def test_a_second_step_of_one_optimizer_ends_the_training_step(order: str, expec
         {"a": first, "b": second}[name].step()
 
     assert ema.step == expected
-
-
-# --- steps that a GradScaler skips -----------------------------------------------------------------
 
 
 # --- detach ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import modkit
 from modkit.averaging import optimizer_steps
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network
+from tests.unit.averaging.recipes import gradients, network, sgd
 
 
 # torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
@@ -78,18 +78,6 @@ class Lookahead(torch.optim.Optimizer):
         """Take the steps of the inner optimizer."""
         for _ in range(self.times):
             self.inner.step()
-
-
-def gradients(net: nn.Module, number: int = 0) -> None:
-    """Compute new gradients."""
-    net.zero_grad()
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    net(batch).square().mean().backward()
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters of all modules."""
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
 
 
 # --- steps inside steps ----------------------------------------------------------------------------

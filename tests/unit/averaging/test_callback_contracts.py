@@ -13,7 +13,7 @@ from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging import contracts
-from tests.unit.averaging.recipes import network, set_to
+from tests.unit.averaging.recipes import network, set_to, sgd
 
 
 def begun(change: Callable[[Any], object] = lambda ema: None, **options: Any) -> Any:
@@ -136,11 +136,6 @@ def load_into(model: nn.Module | None, **options: Any) -> Callable[[Any], object
     return lambda ema: modkit.EMACallback(model or ema.model, **options).load_state_dict(
         ema.state_dict()
     )
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of a model."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 NET, OTHER = network(), network()

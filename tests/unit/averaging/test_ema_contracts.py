@@ -14,7 +14,7 @@ from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging import contracts
-from tests.unit.averaging.recipes import network, set_to
+from tests.unit.averaging.recipes import network, set_to, sgd
 
 
 def begun(change: Callable[[Any], object] = lambda ema: None, **options: Any) -> Any:
@@ -118,11 +118,6 @@ def enter(**arguments: Any) -> Callable[[Any], None]:
             pass
 
     return call
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def load(state: Any, **options: Any) -> Callable[[Any], object]:

@@ -1,7 +1,5 @@
 """``EMA.decay``: the decay of the latest step, for logs."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -19,7 +17,6 @@ from modkit.schedules import (
     Power,
 )
 from tests.cases import for_each
-from tests.helpers import freeze
 from tests.unit.averaging.recipes import averaged, model_of, network, set_to
 
 
@@ -110,24 +107,3 @@ def test_it_cannot_be_set_and_the_error_has_a_remedy_that_works() -> None:
 
     assert ema.decay == 0.75
     assert averaged(ema).item() == 1.25
-
-
-def by_load(ema: Any) -> Any:
-    """Return an EMA that has loaded the state."""
-    other = modkit.EMA(network(), schedule=ema.schedules[0], update_every=2)
-    other.load_state_dict(ema.state_dict())
-    return other
-
-
-@for_each("carry", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), by_load])
-def test_copies_and_loaded_states_have_it(carry: Any) -> None:
-    """It is computed from the state, and no attribute of its own."""
-    ema = modkit.EMA(network(), schedule=CountWarmup(), update_every=2)
-    for _ in range(6):
-        ema.update()
-    other = carry(ema)
-
-    assert other.decay == ema.decay == CountWarmup().over(4, 2)
-    assert "decay" not in vars(other)
-    assert "decay" not in other.state_dict()
-    assert freeze(other.state_dict()) == freeze(ema.state_dict())

@@ -12,12 +12,7 @@ from torch import nn
 import modkit
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import PRECISIONS, network, set_to, train
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.unit.averaging.recipes import PRECISIONS, network, set_to, sgd, train
 
 
 def check(ema: "modkit.EMA[Any]") -> None:

@@ -16,15 +16,10 @@ from modkit.distributed import export_average, load_averages
 from modkit.optim.swa_utils import update_bn
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network, train
+from tests.unit.averaging.recipes import network, sgd, train
 
 
 POLICIES: list[Any] = ["copy", "average", "ignore", {"*.running_mean": "average", "*": "ignore"}]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the model."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def batches() -> list[Tensor]:
