@@ -18,16 +18,6 @@ from tests.unit.averaging.recipes import as_accelerator
 every_rule = for_each("rule", RULES)
 
 
-def assign(averaged, count: int) -> None:
-    """Replace the buffer."""
-    averaged.n_averaged = torch.tensor(count)
-
-
-def assign_data(averaged, count: int) -> None:
-    """Replace the storage of the buffer."""
-    averaged.n_averaged.data = torch.tensor(count)
-
-
 def add_in_place(averaged, count: int) -> None:
     """Add the difference with an augmented assignment to the attribute."""
     averaged.n_averaged += count - averaged.n_averaged
@@ -39,51 +29,19 @@ def write_all_buffers(averaged, count: int) -> None:
         buffer.data.copy_(count)
 
 
-def write_in_numpy(averaged, count: int) -> None:
-    """Write into the memory that NumPy shares."""
-    averaged.n_averaged.numpy()[...] = count
-
-
-def write_by_dlpack(averaged, count: int) -> None:
-    """Write into the memory that DLPack shares."""
-    torch.from_dlpack(averaged.n_averaged).fill_(count)
-
-
-def write_in_inference_mode(averaged, count: int) -> None:
-    """Write to the buffer in inference mode."""
-    with torch.inference_mode():
-        averaged.n_averaged.fill_(count)
-
-
-def write_state_dict(averaged, count: int) -> None:
-    """Write to the entry of a state dict, which shares the buffer's memory."""
-    averaged.state_dict()["n_averaged"].fill_(count)
-
-
-def write_kept_vars(averaged, count: int) -> None:
-    """Write to the entry of a state dict that is the buffer itself."""
-    averaged.state_dict(keep_vars=True)["n_averaged"].data.fill_(count)
-
-
-def load(averaged, count: int) -> None:
+def load(averaged, count: int, *, assign: bool = False) -> None:
     """Load a state with that count."""
-    averaged.load_state_dict({**averaged.state_dict(), "n_averaged": torch.tensor(count)})
-
-
-def load_assigning(averaged, count: int) -> None:
-    """Load a state with that count, and assign its tensors."""
     state = {**averaged.state_dict(), "n_averaged": torch.tensor(count)}
-    averaged.load_state_dict(state, assign=True)
+    averaged.load_state_dict(state, assign=assign)
 
 
 def load_swapping(averaged, count: int) -> None:
     """Load a state with that count, and exchange the tensors behind the Python objects."""
-    previous = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        load_assigning(averaged, count)
+        load(averaged, count, assign=True)
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(previous)
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 WRITES = {
@@ -94,23 +52,29 @@ WRITES = {
     "view": lambda averaged, count: averaged.n_averaged.view(1).fill_(count),
     "data": lambda averaged, count: averaged.n_averaged.data.fill_(count),
     "data of all buffers": write_all_buffers,
-    "assigned data": assign_data,
-    "numpy": write_in_numpy,
-    "dlpack": write_by_dlpack,
+    "assigned data": lambda averaged, count: setattr(
+        averaged.n_averaged, "data", torch.tensor(count)
+    ),
+    "numpy": lambda averaged, count: averaged.n_averaged.numpy().fill(count),
+    "dlpack": lambda averaged, count: torch.from_dlpack(averaged.n_averaged).fill_(count),
     "set_": lambda averaged, count: averaged.n_averaged.set_(torch.tensor(count)),
     "swap_tensors": lambda averaged, count: torch.utils.swap_tensors(
         averaged.n_averaged, torch.tensor(count)
     ),
-    "inference mode": write_in_inference_mode,
-    "replaced": assign,
+    "inference mode": torch.inference_mode()(
+        lambda averaged, count: averaged.n_averaged.fill_(count)
+    ),
+    "replaced": lambda averaged, count: setattr(averaged, "n_averaged", torch.tensor(count)),
     "registered anew": lambda averaged, count: averaged.register_buffer(
         "n_averaged", torch.tensor(count)
     ),
     "_buffers": lambda averaged, count: averaged._buffers.update(n_averaged=torch.tensor(count)),
-    "state_dict": write_state_dict,
-    "state_dict(keep_vars=True)": write_kept_vars,
+    "state_dict": lambda averaged, count: averaged.state_dict()["n_averaged"].fill_(count),
+    "state_dict(keep_vars=True)": lambda averaged, count: averaged.state_dict(keep_vars=True)[
+        "n_averaged"
+    ].data.fill_(count),
     "load_state_dict": load,
-    "load_state_dict(assign=True)": load_assigning,
+    "load_state_dict(assign=True)": lambda averaged, count: load(averaged, count, assign=True),
     "load_state_dict with swap_tensors": load_swapping,
 }
 every_write = for_each("write", WRITES)

@@ -101,23 +101,18 @@ def grow(ema: "modkit.EMA[Any]") -> None:
     ema.rebind()
 
 
-def cast(ema: "modkit.EMA[Any]") -> None:
-    """Cast the averages."""
-    ema.to(dtype=torch.float64)
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an earlier state": change_back,
+    "start anew": start_anew,
+    "grow": grow,
+    "cast": lambda ema: ema.to(dtype=torch.float64),
+    "cast the model": lambda ema: ema.model.double(),
+    "replace a layer": lambda ema: ema.model.__setitem__(0, nn.Linear(4, 6)),
+}
 
 
-def cast_model(ema: "modkit.EMA[Any]") -> None:
-    """Cast the model."""
-    ema.model.double()
-
-
-def replace(ema: "modkit.EMA[Any]") -> None:
-    """Put other objects in the place of parameters."""
-    ema.model[0] = nn.Linear(4, 6)
-
-
-@for_each("change", [change_back, start_anew, grow, cast, cast_model, replace])
-def test_module_after_a_change(change: Callable[[Any], None]) -> None:
+@for_each("change", CHANGES)
+def test_module_after_a_change(change: str) -> None:
     """It is up to date at once, and after the next update."""
     model = network()
     ema = modkit.EMA(model, 0.9)
@@ -125,7 +120,7 @@ def test_module_after_a_change(change: Callable[[Any], None]) -> None:
         train(model, sgd(model), step, step + 1)
         ema.update()
     check(ema)
-    change(ema)
+    CHANGES[change](ema)
     check(ema)
     train(model, sgd(model), 6, 7)
     ema.update()
@@ -185,15 +180,6 @@ def test_an_averaged_model_from_inference_mode_can_be_trained(
 # --- references ------------------------------------------------------------------------------------
 
 
-def nothing(ema: "modkit.EMA[Any]") -> None:
-    """Change nothing."""
-
-
-def rebind(ema: "modkit.EMA[Any]") -> None:
-    """Allocate the averages again."""
-    ema.rebind()
-
-
 def there_and_back(ema: "modkit.EMA[Any]") -> None:
     """Cast the averages, and cast them back."""
     ema.to(dtype=torch.float64)
@@ -219,21 +205,21 @@ def flatten_elsewhere(ema: "modkit.EMA[Any]") -> None:
         tensor.share_memory_()
 
 
-EVENTS = [
-    nothing,
-    change_back,
-    from_the_start,
-    rebind,
-    there_and_back,
-    reshape_buffer,
-    flatten_elsewhere,
-]
+EVENTS: dict[str, Callable[[Any], object]] = {
+    "nothing": lambda ema: None,
+    "an earlier state": change_back,
+    "from the start": from_the_start,
+    "rebind": lambda ema: ema.rebind(),
+    "there and back": there_and_back,
+    "reshape a buffer": reshape_buffer,
+    "flatten elsewhere": flatten_elsewhere,
+}
 
 
 @for_each("event", EVENTS)
 @for_each("taken", [0, 3])
 @for_each("options", [{}, {"buffers": "average"}, {"precision": "same", "device": "cpu"}])
-def test_a_reference_follows(event: Callable[[Any], None], taken: int, options: Any) -> None:
+def test_a_reference_follows(event: str, taken: int, options: Any) -> None:
     """A module taken at any time, also before the first update, holds the average at all later times."""
     model = network()
     model.register_buffer("cache", torch.arange(3))
@@ -245,7 +231,7 @@ def test_a_reference_follows(event: Callable[[Any], None], taken: int, options: 
         train(model, optimizer, step, step + 1)
         ema.update()
         if step == 3:
-            event(ema)
+            EVENTS[event](ema)
         if step >= taken:
             expected = ema.averaged_model().state_dict()
 

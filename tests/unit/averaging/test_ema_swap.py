@@ -388,15 +388,9 @@ def test_two_threads_may_swap_averages_into_one_model(monkeypatch) -> None:
 # --- members that are replaced inside a block ----------------------------------------------------
 
 
-def assign(net: nn.Module) -> None:
-    """Assign another parameter."""
-    net[0].weight = nn.Parameter(torch.zeros(6, 4))
-
-
 def load_by_assignment(net: nn.Module) -> None:
     """Load tensors that take the place of the parameters."""
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    net.load_state_dict(state, assign=True)
+    net.load_state_dict(state_of(net), assign=True)
 
 
 def fuse(net: nn.Module) -> None:
@@ -406,17 +400,16 @@ def fuse(net: nn.Module) -> None:
     net[1] = nn.Identity()
 
 
-def delete(net: nn.Module) -> None:
-    """Delete a parameter."""
-    del net[3].bias
+REPLACES = {
+    "assign": lambda net: setattr(net[0], "weight", nn.Parameter(torch.zeros(6, 4))),
+    "load": load_by_assignment,
+    "fuse": fuse,
+    "delete": lambda net: delattr(net[3], "bias"),
+    "parametrize": lambda net: torch.nn.utils.parametrizations.weight_norm(net[0]),
+}
 
 
-def parametrize(net: nn.Module) -> None:
-    """Move a parameter below a parametrization."""
-    torch.nn.utils.parametrizations.weight_norm(net[0])
-
-
-@for_each("change", [assign, load_by_assignment, fuse, delete, parametrize])
+@for_each("change", REPLACES)
 @for_each("ending", ["normal", "error"])
 def test_replaced_members_are_put_back(change, ending) -> None:
     """A block that replaces parameters or modules ends with an error, and the model is as before."""
@@ -427,7 +420,7 @@ def test_replaced_members_are_put_back(change, ending) -> None:
 
     def work() -> None:
         with ema.applied():
-            change(net)
+            REPLACES[change](net)
             if ending == "error":
                 raise KeyError("inside")
 
