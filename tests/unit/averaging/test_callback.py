@@ -1,6 +1,5 @@
 import copy
 import gc
-import inspect
 import io
 import pickle
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.callback import EMAOptions
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to
 
@@ -53,28 +51,19 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, first, second)) and len(first) == len(second) > 0
 
 
-def test_it_takes_every_option_of_ema() -> None:
-    """The options are those of EMA, and one that EMA refuses is refused."""
-    names = set(inspect.signature(modkit.EMA).parameters) - {"model", "decay"}
-
-    assert EMAOptions.__annotations__.keys() == names
-    with pytest.raises(TypeError, match="warmup"):
-        modkit.EMACallback(network(), warmup=True)
-    with pytest.raises(ValueError, match="precision must be one of"):
-        modkit.EMACallback(network(), precision="fp8")
-
-
 def test_an_optimizer_counts_each_step_once() -> None:
-    """The calls of the hooks add nothing to what the optimizer has told."""
+    """Calls of the hooks add nothing, and accumulated batches are one step."""
     net, optimizer, ema = loop(0)
-    for step in range(3):
-        ema.on_train_batch_start(step)
-        batch_of(net, step)
-        optimizer.step()
-        ema.step()
-        ema.on_train_batch_end("outputs", batch_idx=step)
+    for batch in range(6):
+        ema.on_train_batch_start(batch)
+        batch_of(net, batch)
+        if batch % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            ema.step()
+        ema.on_train_batch_end("outputs", batch_idx=batch)
 
-    assert ema.ema.step == ema.ema.n_averaged == 3
+    assert ema.ema.step == ema.ema.n_averaged == 2
 
 
 def test_a_list_with_one_optimizer() -> None:
@@ -103,19 +92,6 @@ def test_without_an_optimizer_the_loop_says_when(name) -> None:
 
     assert ema.ema.n_averaged == 2
     assert averaged(ema.ema).item() == averaged(plain).item() == 3.0
-
-
-def test_accumulated_batches_are_one_step() -> None:
-    """Only the batch after which the optimizer steps updates the average."""
-    net, optimizer, ema = loop(0)
-    for batch in range(6):
-        batch_of(net, batch)
-        if batch % 3 == 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        ema.on_train_batch_end(batch)
-
-    assert ema.ema.step == 2
 
 
 def test_the_block_evaluates_the_average() -> None:
@@ -186,18 +162,23 @@ def test_the_training_weights_and_each_average_in_one_validation(inference) -> N
     assert [averaged(ema.ema, index=index).item() for index in (0, 1)] == [5.5, 10.0]
 
 
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_error_in_a_block_in_an_evaluation(error) -> None:
-    """The evaluation around it goes on with its average."""
-    model, ema = two_averages()
+@for_each("error", [KeyError, KeyboardInterrupt])
+@for_each("block", ["evaluating", "evaluating_training_weights"])
+def test_an_error_in_a_block(block, error) -> None:
+    """The evaluation around it goes on with its average, and training as if nothing had been."""
+    net, optimizer, ema = loop()
     ema.on_validation_start()
-    with pytest.raises(error), ema.evaluating_training_weights():
+    inside = snapshot(net)
+    with pytest.raises(error), getattr(ema, block)():
         raise error
-    inside = model.weight.item(), model.training
+    goes_on = is_at(net, inside)
     ema.on_validation_end()
+    batch_of(net, 3)
+    optimizer.step()
 
-    assert inside == (2.0, True)
-    assert model.weight.item() == 8.0
+    assert goes_on
+    assert net.training
+    assert averages_and_weights(net, ema) == averages_and_weights(*loop(4)[::2])
 
 
 def test_hooks_in_a_block_see_its_weights() -> None:
@@ -251,22 +232,6 @@ def test_before_the_first_update_the_raw_weights_are_evaluated() -> None:
     assert in_block
     assert in_hooks
     assert is_at(net, before)
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_an_error_in_the_block_puts_the_weights_back(error) -> None:
-    """Weights, modes and averages are as before, and training goes on from there."""
-    net, optimizer, ema = loop()
-    before, kept = snapshot(net), averages(ema)
-    with pytest.raises(error), ema.evaluating():
-        raise error
-    unharmed = is_at(net, before) and equal(averages(ema), kept)
-    batch_of(net, 3)
-    optimizer.step()
-
-    assert unharmed
-    assert net.training
-    assert averages_and_weights(net, ema) == averages_and_weights(*loop(4)[::2])
 
 
 def averages_and_weights(net: nn.Module, ema) -> list[list[float]]:
@@ -376,38 +341,28 @@ def test_a_copy_in_an_evaluation_has_the_raw_weights(duplicate) -> None:
     assert (other.ema.step, ema.ema.step) == (4, 3)
 
 
-def test_the_average_can_be_the_model_at_the_end() -> None:
-    """It is copied if it is wanted, and only then."""
-    kept, _, without = loop()
-    changed, _, ema = loop(swap_to_average_at_end=True)
-    before = snapshot(kept)
-    without.on_train_end()
-    ema.on_train_end("trainer")
-    copied = averaged(ema.ema, "0.weight").equal(changed[0].weight)
-    ema.ema.restore()
-
-    assert is_at(kept, before)
-    assert copied
-    assert is_at(changed, before)
-
-
-def test_a_state_after_the_end_has_the_training_weights() -> None:
-    """With the average in the model, a checkpoint still resumes the training; a second end is harmless."""
-    net, _, ema = loop(swap_to_average_at_end=True)
+@pytest.mark.parametrize("swaps", [False, True])
+def test_the_average_can_be_the_model_at_the_end(swaps) -> None:
+    """It is copied if it is wanted, a checkpoint still resumes the training, and a second end is harmless."""
+    net, _, ema = loop(swap_to_average_at_end=swaps)
     before = snapshot(net)
+    ema.on_train_end("trainer")
     ema.on_train_end()
-    ema.on_train_end()
+    copied = averaged(ema.ema, "0.weight").equal(net[0].weight)
     state = copy.deepcopy(ema.state_dict())
-    other = network()
-    resumed = modkit.EMACallback(other, decay=0.9)
-    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
-        resumed.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"between copy_to\(\) and restore\(\)"):
-        ema.ema.update()
-    ema.ema.restore()
 
-    assert is_at(other, before)
-    assert is_at(net, before)
+    assert copied is swaps
+    assert is_at(net, before) is not swaps
+    if swaps:
+        other = network()
+        with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
+            modkit.EMACallback(other, decay=0.9).load_state_dict(state)
+        with pytest.raises(RuntimeError, match=r"between copy_to\(\) and restore\(\)"):
+            ema.ema.update()
+        ema.ema.restore()
+
+        assert is_at(other, before)
+        assert is_at(net, before)
 
 
 PLACES = ["between steps", "in the block", "between the hooks"]

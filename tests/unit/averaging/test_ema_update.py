@@ -1,4 +1,3 @@
-import copy
 import math
 
 import pytest
@@ -114,30 +113,6 @@ def test_a_model_that_changed_is_refused_whole(change, named: str) -> None:
     assert (ema.step, ema.n_averaged) == (1, 1)
     for (_, value), (_, old) in zip(ema.named_averages(), before, strict=True):
         assert torch.equal(value, old)
-
-
-def test_wrappers_do_not_change_names() -> None:
-    """An average goes into a model that is wrapped for distributed training or compilation."""
-    net = network()
-    ema = modkit.EMA(net, decay=0.5)
-    ema.update()
-    set_to(net, torch.tensor(3.0))
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    for wrapped in (
-        Wrapper(copy.deepcopy(net)),
-        Wrapper(torch.compile(copy.deepcopy(net), backend="eager")),
-    ):
-        ema.copy_to(wrapped)
-        names = [name.split(".")[-2:] for name, _ in ema.named_averages() if "bias" in name]
-
-        assert names
-        for value, (_, average) in zip(wrapped.parameters(), ema.named_averages(), strict=False):
-            assert torch.equal(value, average)
 
 
 @for_each("outer", ["ema", "model"])
@@ -410,33 +385,6 @@ def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> N
     if precision != "stochastic" or dtype != torch.bfloat16:
         assert torch.equal(averaged(skipping), averaged(plain))
     assert averaged(skipping).isfinite().all()
-
-
-def test_a_step_that_is_not_finite_is_refused() -> None:
-    """With "raise" the parameter is named and the average stays."""
-    model = model_of([1.0])
-    ema = modkit.EMA(model, decay=0.5, on_nonfinite="raise")
-    ema.update()
-    set_to(model, [math.nan])
-
-    with pytest.raises(RuntimeError, match="weight is not finite"):
-        ema.update()
-
-    assert averaged(ema).item() == 1.0
-    assert ema.step == 1
-
-
-def test_averages_do_not_begin_with_what_is_not_finite() -> None:
-    """With "skip" the copy waits for a step that is finite."""
-    model = model_of([math.inf])
-    ema = modkit.EMA(model, decay=0.5, on_nonfinite="skip")
-    ema.update()
-    waiting = list(ema.named_averages())
-    set_to(model, [3.0])
-    ema.update()
-
-    assert waiting == []
-    assert averaged(ema).item() == 3.0
 
 
 # --- what is refused -------------------------------------------------------------------------------

@@ -224,17 +224,6 @@ def test_inference_mode() -> None:
     assert found == expected
 
 
-def test_batches_may_be_tuples_and_are_moved() -> None:
-    """The model gets the first entry, on the device."""
-    ema = trained()
-    seen = []
-    ema.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].device.type))
-    ema.update_bn(([batch, "label"] for batch in batches()), "cpu")
-
-    assert seen == ["cpu"] * 3
-    assert freeze(ema.averaged_model().state_dict()) == freeze(by_torch(ema, 0).state_dict())
-
-
 def test_a_model_without_batch_normalization_is_left_alone() -> None:
     """As torch's function does, it reads no data."""
     model = nn.Linear(2, 2)

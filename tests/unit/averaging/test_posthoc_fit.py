@@ -81,13 +81,6 @@ def test_error_is_the_distance_of_the_profiles(sigma_rel):
     assert fit.bound == pytest.approx(float((combined - wanted).norm()) * 20_000**0.5, rel=0.01)
 
 
-def test_error_shrinks_with_more_snapshots():
-    """Twice the snapshots make the error about four times smaller."""
-    errors = [fit_power(grid((0.05, 0.1), every, 2000), 0.15, 2000).error for every in (200, 100)]
-
-    assert errors[1] < errors[0] / 3
-
-
 @for_each(
     ("averages", "step", "text"),
     [
