@@ -10,7 +10,7 @@ import modkit.optim.swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.models import normed_net, one_weight, set_weight, tensors
-from tests.parity.averaging.rules import RULES, SUBJECTS, averaged_of, build, training_states
+from tests.parity.averaging.rules import SUBJECTS, averaged_of, build, training_states
 
 
 def test_averaged_model_is_a_module_of_both_libraries() -> None:
@@ -160,15 +160,6 @@ def differentiated(impl: Implementation) -> Any:
     return gradients, averaged.module.weight.grad, flags, averaged.module.training
 
 
-def by_position(impl: Implementation) -> Any:
-    """All five arguments are given by position."""
-    averages = []
-    for rule in RULES.values():
-        functions = {"avg_fn": None, "multi_avg_fn": None, **rule(impl)}
-        averages.append(impl.AveragedModel(normed_net(impl), "cpu", *functions.values(), True))
-    return averages, [averaged.use_buffers for averaged in averages]
-
-
 def subclassed(impl: Implementation) -> Any:
     """A subclass with further attributes calls the initialization of its base."""
 
@@ -196,12 +187,6 @@ def replaced(impl: Implementation) -> Any:
     return averages
 
 
-def of_no_model(impl: Implementation) -> Any:
-    """The model is not checked when the average is made."""
-    averages = [impl.AveragedModel(model) for model in (None, 3, "net", len)]
-    return [(averaged.module, list(averaged.state_dict())) for averaged in averages]
-
-
 SCENARIOS = [
     shown,
     placed,
@@ -209,10 +194,8 @@ SCENARIOS = [
     copied_flags,
     called,
     differentiated,
-    by_position,
     subclassed,
     replaced,
-    of_no_model,
 ]
 
 
@@ -230,12 +213,6 @@ REFUSED: dict[str, Callable[[Implementation], Any]] = {
             one_weight(impl), device
         )
         for device in ("nowhere", "", 1.5, [])
-    },
-    **{
-        f"update with {model!r}": lambda impl, model=model: impl.AveragedModel(
-            model
-        ).update_parameters(model)
-        for model in (None, 3, "net", len)
     },
 }
 

@@ -228,7 +228,7 @@ print(len(result.snapshots), resident("VmHWM") - before)
 )
 def test_peak_memory(tmp_path):
     """Combining twelve snapshots takes the memory of the result and of one of them."""
-    numel = 4_000_000
+    numel = 2_000_000
     large, small = tmp_path / "large", tmp_path / "small"
     for step in range(100, 700, 100):
         for sigma_rel in (0.05, 0.1):
