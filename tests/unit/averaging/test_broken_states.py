@@ -280,6 +280,25 @@ def test_generators_of_missing_devices_are_left_out() -> None:
     ema.load_state_dict(state)
 
 
+@for_each(
+    ("change", "text"),
+    [
+        (put(None, "averages"), "averages must be a list"),
+        (put([None], "averages"), "must be a mapping"),
+        (put(None, "schedules"), "schedules must be a list"),
+        (drop("version"), "has no version"),
+    ],
+)
+def test_empty_parts_of_broken_states(change: Callable[[State], None], text: str) -> None:
+    """A broken state of a flat checkpoint gives the same errors."""
+    ema = started("plain")
+    state = copy.deepcopy(ema.state_dict())
+    change(state)
+
+    with pytest.raises(ValueError, match=text):
+        read(states.with_empty_parts(state), ema)
+
+
 # --- schedules of users --------------------------------------------------------------------------------
 
 
