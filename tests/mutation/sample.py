@@ -58,23 +58,24 @@ _MODULES = {
 _AVERAGES = {
     "averages": "test_ema_update test_ema_precision test_flat_buffers test_ema_rebind test_ema_to "
     "test_ema_resume test_broken_states test_devices",
-    "callback": "test_callback test_attach",
+    "callback": "test_callback test_callback_contracts test_attach",
     "checkpoints": "test_checkpoints",
-    "ema": "test_ema_update test_ema_swap test_ema_module test_attach test_ema_resume test_broken_states",
-    "copies": "test_ema_update test_watch test_both_faces test_averaged_model_options",
+    "ema": "test_ema_update test_ema_swap test_ema_module test_attach test_ema_resume test_broken_states "
+    "test_ema_contracts",
+    "copies": "test_ema_update test_watch test_both_faces test_averaged_model",
     "engine": "test_ema_update test_watch test_masked_steps test_ema_rebind test_ema_to test_ema_resume "
-    "test_both_faces test_ema_swap test_averaged_model_options",
+    "test_both_faces test_ema_swap test_averaged_model",
     "foreign_states": "test_load_averages test_other_libraries test_broken_states",
     "named_tensors": "test_ema_update test_watch test_load_averages test_ema_rebind test_both_faces "
     "test_ema_module test_sharded",
     "names": "test_ema_update test_watch test_load_averages test_ema_rebind",
-    "options": "test_ema_update test_both_faces test_averaged_model_options test_ema_to",
+    "options": "test_ema_contracts test_ema_update test_both_faces test_averaged_model test_ema_to",
     "plan": "test_ema_update test_watch test_masked_steps test_flat_buffers test_both_faces "
-    "test_averaged_model_options",
+    "test_averaged_model",
     "posthoc": "test_posthoc_files test_posthoc_fit test_posthoc_training",
-    "precision": "test_ema_precision test_masked_steps test_ema_update test_averaged_model_options "
+    "precision": "test_ema_precision test_masked_steps test_ema_update test_averaged_model "
     "test_posthoc_files",
-    "schedules": "test_schedules test_schedules_in_ema",
+    "schedules": "test_schedules",
     "sharding": "test_sharded test_export_average",
     "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
     "state_checks": "test_broken_states test_load_averages test_other_libraries",

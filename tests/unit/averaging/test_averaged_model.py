@@ -1,22 +1,20 @@
+"""``AveragedModel`` beyond torch: options, copies, life time, exported names."""
+
 import copy
 import gc
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-
-def set_all(model: torch.nn.Module, value: float) -> torch.nn.Module:
-    """Give every parameter one value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+from tests.cases import for_each
+from tests.models import set_weight
 
 
 def half_average(model: torch.nn.Module, **arguments) -> AveragedModel:
@@ -36,7 +34,7 @@ def test_exported_names_are_those_of_the_plain_model() -> None:
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrapped = nn.DataParallel(torch.compile(plain, backend="eager"))
     average = AveragedModel(wrapped)
-    set_all(plain, 3.0)
+    set_weight(plain, 3.0)
     average.update_parameters(wrapped)
     other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     other.load_state_dict(average.export_state_dict())
@@ -62,9 +60,9 @@ def test_copies_of_an_average_leave_the_model_out(way) -> None:
     """A copied or pickled average has its own tensors alone, and the count of the original."""
     model = nn.Linear(100, 100)
     average = half_average(model)
-    average.update_parameters(set_all(model, 1.0))
+    average.update_parameters(set_weight(model, 1.0))
     other = way(average)
-    other.update_parameters(set_all(model, 3.0))
+    other.update_parameters(set_weight(model, 3.0))
 
     assert len(pickle.dumps(average)) < 1.5 * 4 * 10_100
     assert (other.module.bias[0].item(), average.module.bias[0].item()) == (2.0, 1.0)
@@ -95,3 +93,67 @@ def test_a_function_in_the_place_of_the_device_is_named() -> None:
         AveragedModel(nn.Linear(1, 1), get_ema_multi_avg_fn(0.9))
 
     assert "pass it as multi_avg_fn=" in caught.value.__notes__[0]
+
+
+# --- options that `EMA` has too ---------------------------------------------------------------------
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return small layers of one shape, all elements 0."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).to(dtype)
+    set_weight(model, 0.0)
+    return model
+
+
+def weights(average: "AveragedModel[Any]") -> dict[str, torch.Tensor]:
+    """Return copies of what is in the averaged copy."""
+    return {name: tensor.clone() for name, tensor in average.module.state_dict().items()}
+
+
+COPIES = [lambda average: average, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["itself", "deepcopy", "pickle"])
+def test_trainable_only_is_about_the_model_when_it_is_copied(copied: Callable[[Any], Any]) -> None:
+    """Freezing the average, as most recipes do, or the model later does not end the averaging."""
+    model = layers()
+    model[0].requires_grad_(False)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), trainable_only=True)
+    average.requires_grad_(False)
+    average.update_parameters(model)
+    average = copied(average)
+    model.requires_grad_(False)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    for name, value in weights(average).items():
+        assert value.eq(4.0 if name.startswith("0.") else 2.0).all()
+
+
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+def test_a_lazy_model(precision: Any) -> None:
+    """A model may get its shapes after it was copied."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    model(torch.ones(1, 3))
+    set_weight(model, 0.0)
+    average.update_parameters(model)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    assert all(value.eq(2.0).all() for value in weights(average).values())
+
+
+@for_each("precision", ["stochastic", "compensated"])
+@for_each("size", [1, 3])
+def test_a_replaced_layer(precision: Any, size: int) -> None:
+    """A layer of another shape, on both sides, is averaged from there on, and so are the others."""
+    model = layers(torch.bfloat16)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    average.update_parameters(model)
+    for side in (model, average.module):
+        side[0] = nn.Linear(3, size).bfloat16()
+    set_weight(average.module, 0.0)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    assert all(value.eq(2.0).all() for value in weights(average).values())
+    resumed = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    resumed.load_state_dict(average.state_dict())
