@@ -109,41 +109,36 @@ def test_an_update_that_is_not_due_keeps_them() -> None:
     assert freeze(dict(ema.averaged_model().state_dict())) != before
 
 
-def by_load(ema: Any, folder: Path) -> Any:
-    """Return an EMA that has loaded the state."""
+def loaded(ema: Any, load: Callable[[Any], object]) -> Any:
+    """Return another EMA, which loads the state."""
     other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
-    other.load_state_dict(copy.deepcopy(ema.state_dict()))
+    load(other)
     return other
 
 
 def by_file(ema: Any, folder: Path) -> Any:
     """Return an EMA that has loaded the state from a file."""
     modkit.save_checkpoint(ema.state_dict(), folder / "ema.pt")
-    other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
-    other.load_state_dict(modkit.load_checkpoint(folder / "ema.pt"))
-    return other
+    state = modkit.load_checkpoint(folder / "ema.pt")
+    return loaded(ema, lambda other: other.load_state_dict(state))
 
 
 def by_dcp(ema: Any, folder: Path) -> Any:
     """Return an EMA that has loaded the state from a distributed checkpoint."""
     dcp.save({"ema": ema}, checkpoint_id=folder)
-    other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
-    load_averages(other, folder)
-    return other
+    return loaded(ema, lambda other: load_averages(other, folder))
 
 
-def by_copy(ema: Any, folder: Path) -> Any:
-    """Return a copy."""
-    return copy.deepcopy(ema)
-
-
-def by_pickle(ema: Any, folder: Path) -> Any:
-    """Return a pickled copy."""
-    return pickle.loads(pickle.dumps(ema))
+CARRIES: list[Callable[[Any, Path], Any]] = [
+    by_file,
+    by_dcp,
+    lambda ema, folder: copy.deepcopy(ema),
+    lambda ema, folder: pickle.loads(pickle.dumps(ema)),
+]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@for_each("carry", [by_load, by_file, by_dcp, by_copy, by_pickle])
+@for_each("carry", CARRIES)
 @for_each("buffers", ["copy", "ignore"])
 def test_they_are_saved(carry: Callable[[Any, Path], Any], buffers: Any, tmp_path: Path) -> None:
     """A loaded or copied average has them, and gives the same outputs."""
