@@ -143,7 +143,7 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
     assert ema.step == 1
 
 
-# --- arguments -------------------------------------------------------------------------------------
+# --- the default decay -----------------------------------------------------------------------------
 
 
 def test_either_decay_or_schedule_is_enough() -> None:

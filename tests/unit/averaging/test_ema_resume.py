@@ -114,7 +114,7 @@ def test_a_checkpoint_from_inside_the_swap_brings_the_weights_back() -> None:
     assert torch.equal(resumed.net[0].weight, whole.net[0].weight)
 
 
-# --- states that do not fit ------------------------------------------------------------------------
+# --- other states ----------------------------------------------------------------------------------
 
 
 def started(decay: Any = 0.5, model: nn.Module | None = None) -> "modkit.EMA[Any]":
@@ -187,6 +187,3 @@ def test_the_average_of_torch_goes_on() -> None:
         assert torch.equal(averaged(ours, name), value)
         assert torch.equal(back.module.state_dict()[name], value)
     assert ours.n_averaged == theirs.n_averaged.item()
-
-
-# --- optimizers, copies and pickles ----------------------------------------------------------------

@@ -385,6 +385,3 @@ def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> N
     if precision != "stochastic" or dtype != torch.bfloat16:
         assert torch.equal(averaged(skipping), averaged(plain))
     assert averaged(skipping).isfinite().all()
-
-
-# --- what is refused -------------------------------------------------------------------------------
