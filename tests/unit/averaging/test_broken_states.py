@@ -62,6 +62,7 @@ def drop(*path: Any) -> Callable[[State], None]:
 
 
 ONES = torch.ones(6, 4)
+META = torch.ones(6, device="meta")
 FIRST = ("averages", 0)
 TENSORS = (*FIRST, "tensors")
 WEIGHT = (*TENSORS, "0.weight")
@@ -117,6 +118,12 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", put(ONES, *TENSORS, "more"), "1 unexpected: more"),
     ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
     ("several", put(ONES.cfloat(), "averages", 1, "tensors", "0.weight"), "dtype like"),
+    # Batch normalization statistics.
+    ("plain", put([], *FIRST, "statistics"), r"\['statistics'\] must be a mapping"),
+    ("plain", put({"1.running_mean": 1.0}, *FIRST, "statistics"), "must be a tensor"),
+    ("plain", put({1: torch.ones(6)}, *FIRST, "statistics"), "a name of type str"),
+    ("plain", put({"1.running_mean": torch.ones(5)}, *FIRST, "statistics"), "1.running_mean"),
+    ("plain", put({"1.running_mean": META}, *FIRST, "statistics"), "dense tensor with data"),
     # Entries of the precisions.
     ("compensated", put(ONES.T, *FIRST, "rests", "0.weight"), r"of shape \(6, 4\), that of"),
     ("compensated", put(ONES, *FIRST, "rests", "more"), "must be absent"),

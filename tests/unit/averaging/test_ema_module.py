@@ -258,19 +258,6 @@ def test_a_reference_to_forgotten_averages_has_memory_of_its_own() -> None:
     assert all(one.eq(2.0).all() for one in model.parameters())
 
 
-def test_a_reference_is_cast_with_the_model() -> None:
-    """One module has the model's dtype at the next access."""
-    model = network()
-    ema = modkit.EMA(model, 0.5)
-    ema.update()
-    reference = ema.module
-    model.double()
-    ema.update()
-
-    assert ema.module is reference
-    assert {one.dtype for one in reference.parameters()} == {torch.float64}
-
-
 def test_a_model_of_another_structure_has_another_module() -> None:
     """An earlier reference stays as it is."""
     model = network()

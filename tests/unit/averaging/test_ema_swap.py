@@ -113,35 +113,6 @@ def test_an_attached_optimizer_does_not_train_the_average(state) -> None:
     assert ema.step == 3
 
 
-def test_training_goes_on_as_without_a_block() -> None:
-    """Evaluating the average after each step changes no bit of the training."""
-    nets = [network(), network()]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
-    ema = modkit.EMA(nets[0]).attach(optimizers[0])
-    for step in range(6):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net.train(), optimizer, step, step + 1)
-        nets[0].eval()
-        with ema.applied(), torch.no_grad():
-            nets[0](torch.ones(1, 4))
-
-    assert same_state(nets[0], nets[1].state_dict())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_average_in_more_bits_is_cast(dtype) -> None:
-    """A 16-bit model computes in its own dtype inside, and the average keeps its bits."""
-    net = network(dtype)
-    ema = half(net)
-    average = averaged(ema, "0.weight").clone()
-    with ema.applied():
-        inside = net[0].weight.detach().clone()
-
-    assert inside.dtype == dtype
-    assert torch.equal(inside, average.to(dtype))
-    assert torch.equal(averaged(ema, "0.weight"), average)
-
-
 def test_another_model_may_get_the_average() -> None:
     """Names decide, and a model that does not fit is refused whole."""
     net, other = network(), network()

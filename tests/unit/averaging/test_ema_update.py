@@ -18,20 +18,6 @@ from tests.unit.averaging.recipes import (
 )
 
 
-def test_the_first_update_copies_and_the_next_average() -> None:
-    """The average is `decay` parts of itself and the rest of the weights, after a first copy."""
-    model = model_of([1.0, 4.0])
-    ema = modkit.EMA(model, decay=0.75)
-    ema.update()
-    first = averaged(ema).clone()
-    set_to(model, [2.0, 0.0])
-    ema.update()
-
-    assert torch.equal(first, torch.tensor([1.0, 4.0]))
-    assert torch.equal(averaged(ema), torch.tensor([1.25, 3.0]))
-    assert (ema.step, ema.n_averaged) == (2, 2)
-
-
 def test_nothing_is_averaged_before_update_after_step() -> None:
     """The weights are copied at the first update after those that are waited for."""
     model = model_of(1.0)

@@ -205,14 +205,6 @@ def test_functions():
         Custom(lambda n: 2.0)(3)
 
 
-def test_as_schedule():
-    """A number is a constant decay, and a schedule is itself."""
-    schedule = Equal()
-
-    assert schedules.as_schedule(0.9) == Constant(0.9)
-    assert schedules.as_schedule(schedule) is schedule
-
-
 @for_each("inner", EXAMPLES, ids=repr)
 def test_decay_per_update(inner):
     """PerUpdate uses the decay of the step at every interval, and survives its config."""
