@@ -65,7 +65,7 @@ _AVERAGES = {
     "copies": "test_ema_update test_watch test_both_faces test_averaged_model",
     "engine": "test_ema_update test_watch test_masked_steps test_ema_rebind test_ema_to test_ema_resume "
     "test_both_faces test_ema_swap test_averaged_model",
-    "foreign_states": "test_load_averages test_other_libraries test_broken_states",
+    "foreign_states": "test_load_averages test_other_libraries test_mid_run_states test_broken_states",
     "named_tensors": "test_ema_update test_watch test_load_averages test_ema_rebind test_both_faces "
     "test_ema_module test_sharded",
     "names": "test_ema_update test_watch test_load_averages test_ema_rebind",
@@ -77,7 +77,8 @@ _AVERAGES = {
     "test_posthoc_files",
     "schedules": "test_schedules",
     "sharding": "test_sharded test_export_average",
-    "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries",
+    "state": "test_broken_states test_load_averages test_ema_resume test_other_libraries "
+    "test_mid_run_states",
     "state_checks": "test_broken_states test_load_averages test_other_libraries",
     "swap": "test_ema_swap test_ema_module test_callback test_sharded",
     "watch": "test_watch test_ema_update test_ema_rebind test_ema_swap",
