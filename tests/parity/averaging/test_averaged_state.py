@@ -56,15 +56,6 @@ def test_state_dict_is_that_of_torch() -> None:
     assert same(scenario)[0] == "returned"
 
 
-def test_state_dict_holds_count_and_copy(impl: Implementation) -> None:
-    """The count comes first, then the copy under the prefix ``module.``; functions are not in it."""
-    model, averaged = averaged_net(impl, "multi_avg_fn ema")
-    state = averaged.state_dict()
-
-    assert list(state) == ["n_averaged", *(f"module.{name}" for name in model.state_dict())]
-    assert state["n_averaged"] == 3
-
-
 @every_rule
 @pytest.mark.parametrize("source", [TORCH, MODKIT], ids=str)
 @pytest.mark.parametrize("target", [TORCH, MODKIT], ids=str)
@@ -81,25 +72,6 @@ def test_average_continues_in_either_library(rule: str, source, target) -> None:
     assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
     assert freeze(dict(resumed.state_dict())) == freeze(dict(averaged.state_dict()))
     assert resumed.n_averaged == 6
-
-
-def test_state_is_saved_and_loaded_as_weights_only(impl: Implementation, tmp_path) -> None:
-    """A checkpoint of the state loads with weights_only=True."""
-    _, averaged = averaged_net(impl)
-    torch.save(averaged.state_dict(), tmp_path / "average.pt")
-    other = impl.AveragedModel(normed_net(impl))
-    other.load_state_dict(torch.load(tmp_path / "average.pt", weights_only=True))
-
-    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
-
-
-def test_state_of_the_copy_loads_into_a_plain_model(impl: Implementation) -> None:
-    """The weights alone are the state dict of the attribute module."""
-    _, averaged = averaged_net(impl)
-    plain = normed_net(impl)
-    plain.load_state_dict(averaged.module.state_dict())
-
-    assert torch.equal(plain.eval()(torch.ones(1, 3)), averaged.eval()(torch.ones(1, 3)))
 
 
 def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
@@ -122,14 +94,6 @@ def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
     )
 
 
-def test_average_inside_a_module_is_saved_with_it(impl: Implementation) -> None:
-    """An averaged model is a child like any other: its state has the child's prefix."""
-    parent = impl.nn.Module()
-    parent.swa = impl.AveragedModel(one_weight(impl))
-
-    assert list(parent.state_dict()) == ["swa.n_averaged", "swa.module.weight"]
-
-
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
     """A copy has all values and arguments, and goes on averaging by itself."""
@@ -145,19 +109,6 @@ def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
     assert (other.module.weight.item() > 1.0, other.n_averaged.item()) == (True, 2)
 
 
-@every_rule
-def test_deepcopy_keeps_the_averaging_function(impl: Implementation, rule: str) -> None:
-    """A deep copy continues with the same rule, bitwise identically."""
-    model, averaged = averaged_net(impl, rule)
-    other = copy.deepcopy(averaged)
-    for _ in training_states(model, 2):
-        averaged.update_parameters(model)
-        other.update_parameters(model)
-
-    assert (other.avg_fn, other.multi_avg_fn) == (averaged.avg_fn, averaged.multi_avg_fn)
-    assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
-
-
 @pytest.mark.parametrize("way", [through_pickle, through_file])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.endswith(("ema", "swa"))])
 def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule, way) -> None:
@@ -169,30 +120,6 @@ def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule
         other.update_parameters(model)
 
     assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
-
-
-def test_conversions_reach_the_copy_and_spare_the_count() -> None:
-    """Conversions of dtype and device apply to the copy; the count stays int64."""
-
-    def scenario(impl: Implementation):
-        averaged = averaged_net(impl)[1]
-        return [
-            [tensor.dtype for tensor in converted.state_dict().values()]
-            for converted in (averaged.half(), averaged.double(), averaged.to(torch.bfloat16))
-        ] + [averaged.to("meta").state_dict()]
-
-    assert same(scenario)[0] == "returned"
-
-
-def test_modes_and_gradients_reach_the_copy(impl: Implementation) -> None:
-    """train, eval, requires_grad_ and zero_grad apply to the copy."""
-    averaged = impl.AveragedModel(normed_net(impl))
-    averaged(torch.ones(2, 3)).sum().backward()
-    averaged.zero_grad()
-    averaged.eval().requires_grad_(False)
-
-    assert not any(module.training for module in averaged.modules())
-    assert all(p.grad is None and not p.requires_grad for p in averaged.parameters())
 
 
 @every_subject
@@ -233,17 +160,6 @@ def test_an_average_goes_on_where_it_was_saved(
     assert freeze(resumed) == freeze(averaged)
 
 
-@every_subject
-def test_a_refused_state_leaves_the_average_usable(impl: Implementation, subject: str) -> None:
-    """After an error for an unexpected key, updates go on."""
-    model, averaged = averaged_of(impl, subject)
-    with pytest.raises(RuntimeError, match="Unexpected key"):
-        averaged.load_state_dict({**averaged.state_dict(), "decay": torch.ones(1)})
-    averaged.update_parameters(model)
-
-    assert averaged.n_averaged == 3
-
-
 def with_extra_state(impl: Implementation, model, **arguments):
     """Return an average of a subclass that saves its decay."""
 
@@ -274,27 +190,3 @@ def test_extra_state_is_saved_and_loaded(impl: Implementation, subject: str) -> 
     assert averaged.state_dict()["_extra_state"] == {"decay": 0.25}
     assert other.decay == 0.25
     assert other.n_averaged == 1
-
-
-def test_extra_state_of_the_model_is_part_of_the_state(impl: Implementation) -> None:
-    """The copy saves the extra state that the model had when it was copied."""
-
-    class Versioned(impl.nn.Module):
-        version = 1
-
-        def get_extra_state(self):
-            return self.version
-
-        def set_extra_state(self, state):
-            self.version = state
-
-    model = Versioned()
-    model.weight = impl.nn.Parameter(torch.ones(1))
-    model.version = 7
-    averaged = impl.AveragedModel(model)
-    state = averaged.state_dict()
-    averaged.load_state_dict({**state, "module._extra_state": 8})
-
-    assert state["module._extra_state"] == 7
-    assert averaged.module.version == 8
-    assert model.version == 7

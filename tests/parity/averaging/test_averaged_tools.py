@@ -6,7 +6,7 @@ import torch
 from modkit.optim import swa_utils
 from tests.helpers import TORCH, Implementation, outcome, same
 from tests.models import normed_net
-from tests.parity.averaging.rules import RULES, averaged_of, build, inputs, training_states
+from tests.parity.averaging.rules import RULES, training_states
 
 
 @pytest.fixture(autouse=True)
@@ -95,53 +95,3 @@ def test_options_hold_in_compiled_code(options: dict[str, Any]) -> None:
     assert eager["n_averaged"] == 6 - ("on_nonfinite" in options)
     assert eager.keys() == compiled.keys()
     assert all(torch.equal(eager[name], compiled[name]) for name in eager)
-
-
-def test_optimizers_train_an_averaged_model(impl: Implementation) -> None:
-    """The parameters of the average are those of a network, and can be trained further."""
-    averaged = averaged_net(impl).train()
-    before = averaged.module[0].weight.clone()
-    optimizer = torch.optim.SGD(averaged.parameters(), lr=0.1)
-    averaged(torch.randn(8, 3)).square().mean().backward()
-    optimizer.step()
-
-    assert not torch.equal(averaged.module[0].weight, before)
-
-
-@pytest.mark.parametrize("subject", ["user", "sequential", "layer"])
-def test_compile_compiles_the_average(impl: Implementation, subject: str) -> None:
-    """After `compile` a call runs a compiled graph, which later updates reach."""
-    torch._dynamo.reset()
-    graphs = []
-    model, averaged = averaged_of(impl, subject, 3)
-    averaged.eval()
-    averaged.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
-    first = averaged(inputs())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    averaged.update_parameters(model)
-    second = averaged(inputs())
-    torch._dynamo.reset()
-
-    assert len(graphs) == 1
-    assert not torch.equal(first, second)
-    assert torch.equal(second, averaged.module(inputs()))
-
-
-def test_arguments_of_compile_go_to_torch_compile(
-    impl: Implementation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All arguments are passed as they are, with the call of the averaged model."""
-    received = []
-
-    def compiler(function, *args, **kwargs):
-        received.append((function.__self__, args, kwargs))
-        return lambda *values: ("compiled", values)
-
-    monkeypatch.setattr(torch, "compile", compiler)
-    averaged = impl.AveragedModel(build(impl, "layer"))
-
-    assert averaged.compile("positional", mode="default") is None
-    assert received == [(averaged, ("positional",), {"mode": "default"})]
-    assert averaged(1, 2) == ("compiled", (1, 2))

@@ -92,29 +92,6 @@ def test_functions_give_the_bits_of_torch(name: str, dtype: torch.dtype, count) 
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize(("name", "expected"), [("get_ema_avg_fn", 1.1), ("get_swa_avg_fn", 1.25)])
-def test_functions_of_one_tensor_return_the_average(impl, name: str, expected: float) -> None:
-    """An EMA of 0.9 takes a tenth of the current value, an average of three models a quarter."""
-    averaged = torch.tensor([1.0], dtype=torch.float64)
-    result = made(impl, name)(averaged, torch.tensor([2.0], dtype=torch.float64), 3)
-
-    assert result.item() == pytest.approx(expected, abs=1e-15)
-    assert averaged.item() == 1.0
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"), [("get_ema_multi_avg_fn", 1.1), ("get_swa_multi_avg_fn", 1.25)]
-)
-def test_functions_of_lists_write_the_average(impl, name: str, expected: float) -> None:
-    """The forms for lists write the new values into the first list and return nothing."""
-    averaged = torch.tensor([1.0], dtype=torch.float64)
-    current = torch.tensor([2.0], dtype=torch.float64)
-
-    assert made(impl, name)([averaged], [current], 3) is None
-    assert averaged.item() == pytest.approx(expected, abs=1e-15)
-    assert current.item() == 2.0
-
-
 @for_each("name", FUNCTIONS)
 def test_functions_record_no_graph(impl: Implementation, name: str) -> None:
     """Averaging Parameters directly leaves them leaves, and results need no gradient."""
@@ -204,19 +181,6 @@ def test_unusual_decays_are_taken(name: str, decay) -> None:
         return averaged
 
     assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.parametrize("name", EMA)
-def test_default_decay(impl: Implementation, name: str) -> None:
-    """Without an argument, the decay is 0.999."""
-    averaged, current = torch.zeros(1).double(), torch.ones(1).double()
-    function = getattr(impl, name)()
-    result = function(averaged, current, 1) if name in SINGLE else None
-    if result is None:
-        function([averaged], [current], 1)
-        result = averaged
-
-    assert result.item() == pytest.approx(0.001, rel=1e-12)
 
 
 def test_parameters_of_the_functions_have_the_names_of_torch(impl: Implementation) -> None:

@@ -30,10 +30,9 @@ STORAGE_WRITES = {
 ALL_WRITES = {**WRITES, **STORAGE_WRITES}
 
 
-@for_each("rule", RULES)
+@for_each(("rule", "copied"), [*((rule, False) for rule in RULES), ("default", True)])
 @for_each("write", ALL_WRITES)
-@for_each("copied", [False, True])
-def test_every_write_is_seen(rule: str, write: str, copied: bool) -> None:
+def test_every_write_is_seen(rule: str, copied: bool, write: str) -> None:
     """No way to write the count is missed: copying, averaging and waiting give the bits of torch."""
 
     def scenario(impl: Implementation):

@@ -9,22 +9,13 @@ import torch.multiprocessing as mp
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import one_weight, set_weight
-from tests.parity.averaging.rules import RULES, state_after_updates
+from tests.models import normed_net, one_weight, set_weight
+from tests.parity.averaging.rules import RULES, state_after_updates, states_after_updates
 from tests.processes import METHOD, context
+from tests.unit.averaging.recipes import as_accelerator
 
 
 every_rule = for_each("rule", RULES)
-
-
-def assign(averaged, count: int) -> None:
-    """Replace the buffer."""
-    averaged.n_averaged = torch.tensor(count)
-
-
-def assign_data(averaged, count: int) -> None:
-    """Replace the storage of the buffer."""
-    averaged.n_averaged.data = torch.tensor(count)
 
 
 def add_in_place(averaged, count: int) -> None:
@@ -38,51 +29,19 @@ def write_all_buffers(averaged, count: int) -> None:
         buffer.data.copy_(count)
 
 
-def write_in_numpy(averaged, count: int) -> None:
-    """Write into the memory that NumPy shares."""
-    averaged.n_averaged.numpy()[...] = count
-
-
-def write_by_dlpack(averaged, count: int) -> None:
-    """Write into the memory that DLPack shares."""
-    torch.from_dlpack(averaged.n_averaged).fill_(count)
-
-
-def write_in_inference_mode(averaged, count: int) -> None:
-    """Write to the buffer in inference mode."""
-    with torch.inference_mode():
-        averaged.n_averaged.fill_(count)
-
-
-def write_state_dict(averaged, count: int) -> None:
-    """Write to the entry of a state dict, which shares the buffer's memory."""
-    averaged.state_dict()["n_averaged"].fill_(count)
-
-
-def write_kept_vars(averaged, count: int) -> None:
-    """Write to the entry of a state dict that is the buffer itself."""
-    averaged.state_dict(keep_vars=True)["n_averaged"].data.fill_(count)
-
-
-def load(averaged, count: int) -> None:
+def load(averaged, count: int, *, assign: bool = False) -> None:
     """Load a state with that count."""
-    averaged.load_state_dict({**averaged.state_dict(), "n_averaged": torch.tensor(count)})
-
-
-def load_assigning(averaged, count: int) -> None:
-    """Load a state with that count, and assign its tensors."""
     state = {**averaged.state_dict(), "n_averaged": torch.tensor(count)}
-    averaged.load_state_dict(state, assign=True)
+    averaged.load_state_dict(state, assign=assign)
 
 
 def load_swapping(averaged, count: int) -> None:
     """Load a state with that count, and exchange the tensors behind the Python objects."""
-    previous = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
-        load_assigning(averaged, count)
+        load(averaged, count, assign=True)
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(previous)
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 WRITES = {
@@ -93,23 +52,29 @@ WRITES = {
     "view": lambda averaged, count: averaged.n_averaged.view(1).fill_(count),
     "data": lambda averaged, count: averaged.n_averaged.data.fill_(count),
     "data of all buffers": write_all_buffers,
-    "assigned data": assign_data,
-    "numpy": write_in_numpy,
-    "dlpack": write_by_dlpack,
+    "assigned data": lambda averaged, count: setattr(
+        averaged.n_averaged, "data", torch.tensor(count)
+    ),
+    "numpy": lambda averaged, count: averaged.n_averaged.numpy().fill(count),
+    "dlpack": lambda averaged, count: torch.from_dlpack(averaged.n_averaged).fill_(count),
     "set_": lambda averaged, count: averaged.n_averaged.set_(torch.tensor(count)),
     "swap_tensors": lambda averaged, count: torch.utils.swap_tensors(
         averaged.n_averaged, torch.tensor(count)
     ),
-    "inference mode": write_in_inference_mode,
-    "replaced": assign,
+    "inference mode": torch.inference_mode()(
+        lambda averaged, count: averaged.n_averaged.fill_(count)
+    ),
+    "replaced": lambda averaged, count: setattr(averaged, "n_averaged", torch.tensor(count)),
     "registered anew": lambda averaged, count: averaged.register_buffer(
         "n_averaged", torch.tensor(count)
     ),
     "_buffers": lambda averaged, count: averaged._buffers.update(n_averaged=torch.tensor(count)),
-    "state_dict": write_state_dict,
-    "state_dict(keep_vars=True)": write_kept_vars,
+    "state_dict": lambda averaged, count: averaged.state_dict()["n_averaged"].fill_(count),
+    "state_dict(keep_vars=True)": lambda averaged, count: averaged.state_dict(keep_vars=True)[
+        "n_averaged"
+    ].data.fill_(count),
     "load_state_dict": load,
-    "load_state_dict(assign=True)": load_assigning,
+    "load_state_dict(assign=True)": lambda averaged, count: load(averaged, count, assign=True),
     "load_state_dict with swap_tensors": load_swapping,
 }
 every_write = for_each("write", WRITES)
@@ -129,60 +94,52 @@ def values(averaged) -> tuple[float, int]:
     return averaged.module.weight.item(), averaged.n_averaged.item()
 
 
-@every_write
-def test_a_count_set_to_zero_starts_anew(impl: Implementation, write: str) -> None:
-    """The next update copies, however the zero came into `n_averaged`; then averaging goes on."""
-    model, averaged = average_of_two(impl)
-    WRITES[write](averaged, 0)
-    averaged.update_parameters(set_weight(model, 5.0))
-    copied = values(averaged)
-    averaged.update_parameters(set_weight(model, 7.0))
-
-    assert copied == (5.0, 1)
-    assert values(averaged) == (6.0, 2)
-
-
-@every_write
-def test_a_count_sets_the_weight_of_the_next_update(impl: Implementation, write: str) -> None:
-    """An equal average weighs the next model by one over the count plus one."""
-    model, averaged = average_of_two(impl)
-    WRITES[write](averaged, 3)
-    averaged.update_parameters(set_weight(model, 6.0))
-
-    assert values(averaged) == (3.0, 4)
-
-
-@every_write
-def test_a_count_written_before_each_update_is_used_by_each(
-    impl: Implementation, write: str
-) -> None:
-    """Every update sees the latest write, not only the first one after a write."""
-    model, averaged = average_of_two(impl)
-    found = []
-    for count, value in (1, 4.0), (0, 8.0), (3, 12.0), (0, 2.0):
-        WRITES[write](averaged, count)
-        averaged.update_parameters(set_weight(model, value))
-        found.append(values(averaged))
-
-    assert found == [(3.0, 2), (8.0, 1), (9.0, 4), (2.0, 1)]
-
-
 @every_rule
 @every_write
 def test_a_written_count_reaches_every_rule(rule: str, write: str) -> None:
-    """Each rule copies or averages by the written count with the bits of torch."""
+    """Each rule copies or averages by the latest written count with the bits of torch."""
 
     def scenario(impl: Implementation):
         model, averaged = average_of_two(impl, rule)
         found = []
-        for count in 5, 0:
+        for count, numbers in (5, (0.3, 0.7)), (0, (0.3, 0.7)), (3, (0.9,)), (0, (0.2,)):
             WRITES[write](averaged, count)
-            for value in 0.3, 0.7:
+            for value in numbers:
                 averaged.update_parameters(set_weight(model, value))
                 found.append(values(averaged))
         return found
 
     assert same(scenario)[0] == "returned"
+
+
+@every_rule
+@for_each("on_device", [False, True])
+def test_a_negative_count_skips_updates(
+    rule: str, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The average stays until the count is zero, then it copies and goes on, with the bits of torch."""
+    if on_device:
+        as_accelerator(monkeypatch)
+
+    def scenario(impl: Implementation):
+        model = normed_net(impl)
+        averaged = impl.AveragedModel(model, **RULES[rule](impl))
+        averaged.n_averaged.fill_(-2)
+        return states_after_updates(averaged, model, 5)
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_functions_are_not_called_below_one(impl: Implementation) -> None:
+    """A function is called for the first time when one model has been averaged."""
+    counts = []
+    model = one_weight(impl)
+    averaged = impl.AveragedModel(model, avg_fn=lambda a, c, n: counts.append(int(n)) or a)
+    averaged.n_averaged.fill_(-2)
+    for _ in range(5):
+        averaged.update_parameters(model)
+
+    assert counts == [1, 2]
 
 
 def test_functions_get_a_written_count(impl: Implementation) -> None:
@@ -273,11 +230,8 @@ def test_a_copy_has_a_count_of_its_own(impl: Implementation, way: str, write: st
     assert (values(averaged), values(other)) == ((2.0, 1), (5.0, 2))
 
 
-@for_each("write", ["fill_", "data", "data of all buffers", "replaced"])
 @for_each("first", ["compiled", "eager"])
-def test_compiled_and_eager_updates_share_the_count(
-    impl: Implementation, first: str, write: str
-) -> None:
+def test_compiled_and_eager_updates_share_the_count(impl: Implementation, first: str) -> None:
     """Interleaved compiled and eager updates count alike, and both see a written count."""
     torch._dynamo.reset()
     model = one_weight(impl)
@@ -285,15 +239,15 @@ def test_compiled_and_eager_updates_share_the_count(
     updates = [torch.compile(averaged.update_parameters, backend="eager")]
     updates.insert(first == "compiled", averaged.update_parameters)
     found = []
-    for number in range(6):
-        if number == 4:
-            WRITES[write](averaged, 0)
-        set_weight(model, 4.0 * number)
-        updates[number % 2](model)
-        found.append(values(averaged))
+    for write in "fill_", "data", "data of all buffers", "replaced":
+        WRITES[write](averaged, 0)
+        for number in range(4):
+            set_weight(model, 4.0 * number)
+            updates[number % 2](model)
+            found.append(values(averaged))
     torch._dynamo.reset()
 
-    assert found == [(0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4), (16.0, 1), (18.0, 2)]
+    assert found == [(0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4)] * 4
 
 
 def test_conversions_keep_the_count(impl: Implementation) -> None:
@@ -318,21 +272,19 @@ def zero_elsewhere(averaged, model) -> None:
 
 
 CHILDREN = {
-    "updates": (update_elsewhere, (3.0, 3), (3.0, 4)),
-    "sets to zero": (zero_elsewhere, (1.0, 0), (6.0, 1)),
+    "updates": (METHOD, update_elsewhere, (3.0, 3), (3.0, 4)),
+    "sets to zero": ("fork", zero_elsewhere, (1.0, 0), (6.0, 1)),
 }
-START_METHODS = [name for name in (METHOD, "fork") if name in mp.get_all_start_methods()]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="shared memory of processes is POSIX's")
-@for_each("method", START_METHODS)
 @for_each("child", CHILDREN)
-def test_a_child_process_shares_the_count(impl: Implementation, method: str, child: str) -> None:
+def test_a_child_process_shares_the_count(impl: Implementation, child: str) -> None:
     """After `share_memory`, an update sees what a child process did to the count.
 
     The parent updates with 1, the child with 2 and 3, and the parent with 6: the mean is 3.
     """
-    function, between, after = CHILDREN[child]
+    method, function, between, after = CHILDREN[child]
     model = one_weight(impl, 1.0)
     averaged = impl.AveragedModel(model).share_memory()
     averaged.update_parameters(model)

@@ -35,14 +35,6 @@ def test_signatures_are_those_of_torch(name: str) -> None:
     assert inspect.Parameter.empty not in {default for _, _, default in more}
 
 
-@pytest.mark.parametrize("name", ["forward", "update_parameters"])
-def test_methods_have_the_signatures_of_torch(name: str) -> None:
-    """The methods of AveragedModel take what torch's take."""
-    ours, theirs = (getattr(m.AveragedModel, name) for m in (swa_utils, upstream))
-
-    assert parameters(ours) == parameters(theirs)
-
-
 @for_each("name", upstream.__all__)
 def test_names_say_where_they_are_imported_from(impl: Implementation, name: str) -> None:
     """Functions and AveragedModel name their library; SWALR is torch's own in both."""

@@ -4,7 +4,6 @@ import torch
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
 from tests.models import normed_net, one_weight
-from tests.parity.averaging.rules import build, inputs
 
 
 def batches(count: int = 3, width: int = 3) -> list[torch.Tensor]:
@@ -18,18 +17,6 @@ class Untouchable:
 
     def __iter__(self):
         raise AssertionError("the loader was read")
-
-
-def test_statistics_are_the_mean_over_the_batches(impl: Implementation) -> None:
-    """The running statistics become the mean of the batches' means and variances."""
-    layer = impl.nn.BatchNorm1d(3)
-    layer(torch.full((4, 3), 100.0))
-    data = batches()
-    impl.update_bn(data, layer)
-
-    torch.testing.assert_close(layer.running_mean, torch.stack([b.mean(0) for b in data]).mean(0))
-    torch.testing.assert_close(layer.running_var, torch.stack([b.var(0) for b in data]).mean(0))
-    assert layer.num_batches_tracked == 3
 
 
 def loaders(kind: str):
@@ -106,18 +93,6 @@ def test_model_without_batch_norm_leaves_the_loader_alone(impl: Implementation) 
 
     assert freeze(model) == before
     assert not model.training
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_mode_is_restored(impl: Implementation, training: bool) -> None:
-    """The normalization runs in training mode, and then the model has the mode that it had."""
-    model = normed_net(impl).train(training)
-    modes = []
-    model[1].register_forward_hook(lambda module, *_: modes.append(module.training))
-    impl.update_bn(batches(2), model)
-
-    assert modes == [True, True]
-    assert [module.training for module in model.modules()] == [training] * 5
 
 
 @for_each("momentum", [0.1, 0.9, 0.0, None])
@@ -202,17 +177,3 @@ def test_averaged_model_is_updated(rule: str) -> None:
         return averaged, averaged.eval()(torch.ones(2, 3))
 
     assert same(scenario)[0] == "returned"
-
-
-def test_update_bn_leaves_the_parameters(impl: Implementation) -> None:
-    """Only the statistics change: parameters and n_averaged keep their bits."""
-    model = build(impl, "sequential")
-    averaged = impl.AveragedModel(model)
-    averaged.update_parameters(model)
-    before = freeze(list(averaged.parameters()))
-    mean = averaged.module[1].running_mean.clone()
-    impl.update_bn([inputs()], averaged)
-
-    assert freeze(list(averaged.parameters())) == before
-    assert averaged.n_averaged == 1
-    assert not torch.equal(averaged.module[1].running_mean, mean)

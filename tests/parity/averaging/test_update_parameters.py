@@ -2,14 +2,12 @@ import pytest
 import torch
 
 from modkit.averaging import rules
-from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.models import normed_net, one_weight, set_weight
 from tests.parity.averaging.rules import (
     RULES,
     averaged_of,
-    decaying,
     every_subject,
     states_after_updates,
     training_states,
@@ -17,16 +15,6 @@ from tests.parity.averaging.rules import (
 
 
 every_rule = for_each("rule", RULES)
-
-
-@every_rule
-def test_first_update_copies(impl: Implementation, rule: str) -> None:
-    """The first update makes the average equal to the model, whatever the rule."""
-    averaged = impl.AveragedModel(one_weight(impl, 0.0), **RULES[rule](impl))
-    averaged.update_parameters(one_weight(impl, 7.0))
-
-    assert averaged.module.weight.item() == 7.0
-    assert averaged.n_averaged.item() == 1
 
 
 def test_first_update_does_not_call_the_function(impl: Implementation) -> None:
@@ -45,30 +33,6 @@ def test_first_update_does_not_call_the_function(impl: Implementation) -> None:
     assert calls == ["update", "update", "one", "many"]
 
 
-def test_equal_average_is_the_mean(impl: Implementation) -> None:
-    """Without a function, the average is the mean of the weights at all updates."""
-    model = one_weight(impl)
-    averaged = impl.AveragedModel(model)
-    for value in 4.0, 2.0, 6.0, 8.0:
-        averaged.update_parameters(set_weight(model, value))
-
-    assert averaged.module.weight.item() == 5.0
-    assert averaged.n_averaged.item() == 4
-
-
-def test_exponential_average_follows_its_formula(impl: Implementation) -> None:
-    """With a decay of 3/4, a quarter of the current weight enters at each update."""
-    model = one_weight(impl)
-    single = impl.AveragedModel(model, avg_fn=impl.get_ema_avg_fn(0.75))
-    many = impl.AveragedModel(model, multi_avg_fn=impl.get_ema_multi_avg_fn(0.75))
-    for value in 4.0, 8.0, 0.0:
-        set_weight(model, value)
-        single.update_parameters(model)
-        many.update_parameters(model)
-
-    assert single.module.weight.item() == many.module.weight.item() == 3.75
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("use_buffers", [False, True])
 @every_rule
@@ -84,18 +48,6 @@ def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype) -> 
         return states_after_updates(averaged, model, 6)
 
     assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_buffers_are_copied_or_averaged(impl: Implementation, use_buffers: bool) -> None:
-    """Buffers are those of the last model seen, or averages if use_buffers is set."""
-    model = impl.nn.BatchNorm1d(1)
-    averaged = impl.AveragedModel(model, use_buffers=use_buffers)
-    for value in 1.0, 5.0:
-        model.running_mean.fill_(value)
-        averaged.update_parameters(model)
-
-    assert averaged.module.running_mean.item() == (3.0 if use_buffers else 5.0)
 
 
 def test_non_persistent_buffers_follow_the_model(impl: Implementation) -> None:
@@ -184,13 +136,6 @@ def test_averages_stay_trainable_leaves(impl: Implementation, rule: str) -> None
     assert all(p.is_leaf and p.requires_grad and p.grad is None for p in objects)
 
 
-def test_update_returns_nothing(impl: Implementation) -> None:
-    """update_parameters works in place and returns None."""
-    model = one_weight(impl)
-
-    assert impl.AveragedModel(model).update_parameters(model) is None
-
-
 def test_functions_may_be_exchanged_between_updates(impl: Implementation) -> None:
     """The attributes are read at each update, and multi_avg_fn comes first if both are set."""
     model = one_weight(impl)
@@ -205,18 +150,6 @@ def test_functions_may_be_exchanged_between_updates(impl: Implementation) -> Non
         averaged.update_parameters(set_weight(model, value))
 
     assert averaged.module.weight.item() == 5.0
-
-
-def test_the_count_decides_whether_an_update_copies(impl: Implementation) -> None:
-    """Setting n_averaged to zero starts an average anew; a loaded count continues it."""
-    averaged = impl.AveragedModel(one_weight(impl, 1.0))
-    averaged.n_averaged.fill_(3)
-    averaged.update_parameters(one_weight(impl, 5.0))
-    continued = averaged.module.weight.item()
-    averaged.n_averaged.zero_()
-    averaged.update_parameters(one_weight(impl, 9.0))
-
-    assert (continued, averaged.module.weight.item(), averaged.n_averaged.item()) == (2.0, 9.0, 1)
 
 
 def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> None:
@@ -248,19 +181,6 @@ def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
     grouped = rules.has_foreach_kernels(torch.device(kind))
 
     assert grouped == (kind in supported)
-
-
-def test_own_function_gives_the_same_alone_and_in_lists() -> None:
-    """A user-defined rule is bitwise identical for tensors and for lists."""
-    model = torch.nn.Linear(4, 4)
-    single = swa_utils.AveragedModel(model, avg_fn=decaying)
-    many = swa_utils.AveragedModel(model, **RULES["multi_avg_fn own"](None))
-    for _ in training_states(model, 5):
-        single.update_parameters(model)
-        many.update_parameters(model)
-
-    assert torch.equal(single.module.weight, many.module.weight)
-    assert torch.equal(single.module.bias, many.module.bias)
 
 
 @every_subject

@@ -317,13 +317,15 @@ def test_a_model_may_hold_its_average(impl: Implementation) -> None:
 
 @every_rule
 def test_an_update_is_one_graph_for_the_compiler(impl: Implementation, rule: str) -> None:
-    """The update compiles as a whole, the first one too, and gives the values of an eager one."""
+    """The update compiles as a whole, below a count of zero too, and gives the values of an eager one."""
     torch._dynamo.reset()
     model = impl.own.Linear(2, 2)
     model.register_buffer("mean", torch.zeros(2))
     averaged, eager = (impl.AveragedModel(model, **RULES[rule](impl)) for _ in range(2))
+    for average in averaged, eager:
+        average.n_averaged.fill_(-2)
     update = torch.compile(averaged.update_parameters, backend="eager", fullgraph=True)
-    for value in 1.0, 2.0, 4.0:
+    for value in 2.0, float("nan"), 1.0, 2.0, 4.0:
         with torch.no_grad():
             model.weight.fill_(value)
             model.mean.fill_(value)

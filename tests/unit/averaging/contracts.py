@@ -57,6 +57,7 @@ def undocumented(kind: type, hooks: str = "calls it") -> list[str]:
             for parameter in list(signature.parameters.values())[1:]
             if parameter.name not in described and parameter.annotation is not object
         ]
-        if signature.return_annotation is not None and not section(kind, name, "Returns"):
+        results = section(kind, name, "Returns") or section(kind, name, "Yields")
+        if signature.return_annotation is not None and not results:
             missing.append(f"{name}: Returns")
     return missing

@@ -49,6 +49,18 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: in
         optimizer.step()
 
 
+def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer of the parameters of all modules."""
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+
+
+def gradients(net: nn.Module, number: int = 0) -> None:
+    """Compute new gradients."""
+    net.zero_grad()
+    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
+    net(batch).square().mean().backward()
+
+
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let averages treat the CPU as an accelerator, where reading an element is a host sync."""
     for module in ("averaging.precision", "optim._averaged_model"):

@@ -1,5 +1,5 @@
 import copy
-import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +10,7 @@ import modkit
 from modkit import schedules
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import averaged, model_of, network, set_to
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters of all modules."""
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+from tests.unit.averaging.recipes import averaged, gradients, model_of, network, set_to, sgd
 
 
 def two_parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -24,14 +19,42 @@ def two_parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer
     return net, sgd(net[0]), sgd(net[1], net[3])
 
 
-def gradients(net: nn.Module, number: int = 0) -> None:
-    """Compute new gradients."""
-    net.zero_grad()
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    net(batch).square().mean().backward()
-
-
 # --- one optimizer ---------------------------------------------------------------------------------
+
+
+REFUSED: dict[str, Any] = {
+    "twice in a call": lambda net: [sgd(net)] * 2,
+    "of another model": lambda net: [sgd(network())],
+    "of a copy": lambda net: [sgd(copy.deepcopy(net))],
+    "one of several": lambda net: [sgd(net[0]), sgd(net[3]), sgd(network())],
+}
+
+
+@for_each("kind", REFUSED)
+def test_refused_optimizers_are_not_attached(kind: str) -> None:
+    """The call is a ValueError that names EMA, and no step of these optimizers counts."""
+    net = network()
+    ema = modkit.EMA(net)
+    optimizers = REFUSED[kind](net)
+    with pytest.raises(ValueError, match="EMA"):
+        ema.attach(*optimizers)
+    gradients(net)
+    for optimizer in optimizers:
+        optimizer.step()
+
+    assert ema.step == 0
+
+
+def test_several_averages_and_other_parameters() -> None:
+    """An optimizer serves several averages, also of parts of what it trains."""
+    net = network()
+    optimizer = sgd(net, nn.Linear(2, 1))
+    averages = [modkit.EMA(part).attach(optimizer) for part in (net, net, net[0])]
+    for number in range(3):
+        gradients(net, number)
+        optimizer.step()
+
+    assert [ema.step for ema in averages] == [3, 3, 3]
 
 
 def test_an_optimizer_is_attached_once() -> None:
@@ -45,90 +68,6 @@ def test_an_optimizer_is_attached_once() -> None:
     optimizer.step()
 
     assert (ema.step, ema.n_averaged) == (1, 1)
-
-
-def test_an_optimizer_is_named_once_in_a_call() -> None:
-    """An optimizer given twice in one call is a ValueError, and it is not attached."""
-    net = network()
-    optimizer = sgd(net)
-    ema = modkit.EMA(net)
-    with pytest.raises(ValueError, match="EMA"):
-        ema.attach(optimizer, optimizer)
-    gradients(net)
-    optimizer.step()
-
-    assert ema.step == 0
-
-
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    """An optimizer without any parameter of the model is a ValueError, and its steps do not count."""
-    net, other = network(), network()
-    optimizer = sgd(other)
-    ema = modkit.EMA(net)
-    with pytest.raises(ValueError, match="EMA"):
-        ema.attach(optimizer)
-    gradients(other)
-    optimizer.step()
-
-    assert ema.step == 0
-
-
-def test_an_optimizer_of_a_copy_is_refused() -> None:
-    """Equal values and names are not the model's parameters."""
-    net = network()
-    ema = modkit.EMA(net)
-    with pytest.raises(ValueError, match="EMA"):
-        ema.attach(sgd(copy.deepcopy(net)))
-
-    assert ema.step == 0
-
-
-def test_one_wrong_optimizer_leaves_all_detached() -> None:
-    """If one of several optimizers is refused, none of them is attached."""
-    net, first, second = two_parts()
-    ema = modkit.EMA(net)
-    with pytest.raises(ValueError, match="EMA"):
-        ema.attach(first, second, sgd(network()))
-    gradients(net)
-    first.step()
-    second.step()
-    ema.attach(first, second)
-    first.step()
-    second.step()
-
-    assert ema.step == 1
-
-
-def test_an_optimizer_may_train_more_than_the_model() -> None:
-    """One parameter of the model is enough, whatever else the optimizer trains."""
-    net, head = network(), nn.Linear(2, 1)
-    optimizer = sgd(head, net[0])
-    ema = modkit.EMA(net).attach(optimizer)
-    gradients(net)
-    optimizer.step()
-
-    assert ema.step == 1
-
-
-def test_an_optimizer_serves_several_averages() -> None:
-    """Two averages of one model, and one of a part, are attached to the same optimizer."""
-    net = network()
-    optimizer = sgd(net)
-    averages = [modkit.EMA(one).attach(optimizer) for one in (net, net, net[0])]
-    for number in range(3):
-        gradients(net, number)
-        optimizer.step()
-
-    assert [ema.step for ema in averages] == [3, 3, 3]
-
-
-def test_attach_returns_the_average() -> None:
-    """The call can follow the construction, with one optimizer or several."""
-    net, first, second = two_parts()
-    ema = modkit.EMA(net)
-
-    assert ema.attach(first, second) is ema
-    assert modkit.EMA(net).attach(first).model is net
 
 
 # --- several optimizers ----------------------------------------------------------------------------
@@ -151,21 +90,6 @@ def test_two_optimizers_make_one_update_per_training_step() -> None:
     assert freeze(dict(attached.named_averages())) == freeze(dict(by_hand.named_averages()))
 
 
-def test_three_optimizers_make_one_update_per_training_step() -> None:
-    """The update waits for the last of them."""
-    net = network()
-    optimizers = [sgd(net[0]), sgd(net[1]), sgd(net[3])]
-    ema = modkit.EMA(net).attach(*optimizers)
-    steps = []
-    for number in range(2):
-        gradients(net, number)
-        for optimizer in optimizers:
-            optimizer.step()
-            steps.append(ema.step)
-
-    assert steps == [0, 0, 1, 1, 1, 2]
-
-
 @for_each(
     ("order", "expected"),
     [("aa", 1), ("aaa", 2), ("aab", 2), ("abb", 1), ("abaab", 3), ("bbab", 2)],
@@ -181,94 +105,26 @@ def test_a_second_step_of_one_optimizer_ends_the_training_step(order: str, expec
     assert ema.step == expected
 
 
-def test_optimizers_may_share_parameters() -> None:
-    """Two optimizers of the same parameters make one update per training step too."""
-    net = network()
-    first, second = sgd(net), torch.optim.AdamW(net.parameters(), lr=0.01)
-    ema = modkit.EMA(net).attach(first, second)
-    for number in range(2):
-        gradients(net, number)
-        first.step()
-        second.step()
-
-    assert ema.step == 2
-
-
-# --- steps that a GradScaler skips -----------------------------------------------------------------
-
-
-def scaled_steps(net: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Take three training steps, the second of which overflows."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for factor in (1.0, float("inf"), 1.0):
-        net.zero_grad()
-        scaler.scale((net(torch.ones(2, 4)) * factor).sum()).backward()
-        for optimizer in optimizers:
-            scaler.step(optimizer)
-        scaler.update()
-
-
-def test_a_skipped_step_does_not_count() -> None:
-    """A step that the GradScaler skips is not an update."""
-    net = network()
-    optimizer = sgd(net)
-    ema = modkit.EMA(net).attach(optimizer)
-    scaled_steps(net, optimizer)
-
-    assert (ema.step, ema.n_averaged) == (2, 2)
-
-
-def test_a_training_step_skipped_by_all_optimizers_does_not_count() -> None:
-    """If the GradScaler skips the steps of both optimizers, there is no update."""
-    net, first, second = two_parts()
-    ema = modkit.EMA(net).attach(first, second)
-    scaled_steps(net, first, second)
-
-    assert (ema.step, ema.n_averaged) == (2, 2)
-
-
 # --- detach ----------------------------------------------------------------------------------------
 
 
 def test_detach_undoes_attach() -> None:
-    """After it no step counts, and the optimizers can be attached again."""
+    """After it no step counts, and a training step that has begun is forgotten."""
     net, first, second = two_parts()
-    ema = modkit.EMA(net).attach(first, second)
-    gradients(net)
-    ema.detach()
-    for optimizer in (first, second, first, second):
-        optimizer.step()
-    detached = ema.step
-    ema.attach(first)
-    first.step()
-
-    assert (detached, ema.step) == (0, 1)
-
-
-def test_detach_forgets_a_training_step_that_has_begun() -> None:
-    """A step before `detach` does not complete a training step after the next `attach`."""
-    net, first, second = two_parts()
-    ema = modkit.EMA(net).attach(first, second)
-    gradients(net)
-    first.step()
-    ema.detach()
-    ema.attach(first, second)
-    second.step()
-    half = ema.step
-    first.step()
-
-    assert (half, ema.step) == (0, 1)
-
-
-def test_detach_without_attach_does_nothing() -> None:
-    """It may be called at any time, and twice."""
-    net = network()
     ema = modkit.EMA(net)
     ema.detach()
+    ema.attach(first, second)
+    gradients(net)
+    first.step()
     ema.detach()
-    ema.update()
+    second.step()
+    steps = [ema.step]
+    ema.attach(first, second)
+    for optimizer in (second, first):
+        optimizer.step()
+        steps.append(ema.step)
 
-    assert ema.step == 1
+    assert steps == [0, 0, 1]
 
 
 def test_a_detached_optimizer_may_step_inside_applied() -> None:
@@ -287,43 +143,7 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
     assert ema.step == 1
 
 
-# --- arguments -------------------------------------------------------------------------------------
-
-NOT_MODELS: dict[str, Any] = {
-    "parameters()": lambda net: net.parameters(),
-    "list of parameters": lambda net: list(net.parameters()),
-    "named_parameters()": lambda net: net.named_parameters(),
-    "state_dict()": lambda net: net.state_dict(),
-    "tensor": lambda net: net[0].weight,
-    "None": lambda net: None,
-    "class": type,
-}
-
-
-@for_each("kind", NOT_MODELS)
-def test_the_first_argument_is_the_model(kind: str) -> None:
-    """The call of other libraries, with the parameters, is a TypeError that says what to pass."""
-    with pytest.raises(TypeError, match=r"EMA.*Pass the model"):
-        modkit.EMA(NOT_MODELS[kind](network()), 0.9)
-
-
-SCHEDULES: dict[str, Any] = {
-    "number": 0.999,
-    "schedule": schedules.Constant(0.999),
-    "list": [schedules.Equal()],
-    "function": lambda n: 0.5,
-}
-
-
-@for_each("decay", [0.999, 0.9, 0.0, 1.0, 1, [0.999], [0.9, 0.99]], ids=str)
-@for_each("kind", SCHEDULES)
-def test_decay_and_schedule_exclude_each_other(decay: Any, kind: str) -> None:
-    """Giving both is a ValueError, also where the decay is the default or the same."""
-    schedule = SCHEDULES[kind]
-    with pytest.raises(ValueError, match=r"EMA.*decay.*schedule"):
-        modkit.EMA(network(), decay, schedule=schedule)
-    with pytest.raises(ValueError, match=r"EMA.*decay.*schedule"):
-        modkit.EMA(network(), schedule=schedule, decay=decay)
+# --- the default decay -----------------------------------------------------------------------------
 
 
 def test_either_decay_or_schedule_is_enough() -> None:
@@ -339,21 +159,6 @@ def test_either_decay_or_schedule_is_enough() -> None:
         [schedules.Constant(0.9)],
         [schedules.Constant(0.999)],
     ]
-
-
-WITHOUT_PARAMETERS = {
-    "layer": nn.ReLU,
-    "container": nn.Sequential,
-    "buffers only": lambda: nn.BatchNorm1d(2, affine=False),
-}
-
-
-@pytest.mark.parametrize("kind", WITHOUT_PARAMETERS)
-def test_a_model_without_parameters_is_refused(kind: str) -> None:
-    """There is nothing to average: a ValueError that names EMA and the class of the model."""
-    model = WITHOUT_PARAMETERS[kind]()
-    with pytest.raises(ValueError, match=rf"EMA.*{re.escape(type(model).__name__)}"):
-        modkit.EMA(model)
 
 
 # --- parameters without data -----------------------------------------------------------------------
@@ -383,18 +188,6 @@ def test_meta_parameters_are_refused_until_they_have_data() -> None:
 
     assert averaged(ema, "0.weight").unique().tolist() == [3.0]
     assert (ema.step, ema.n_averaged) == (2, 2)
-
-
-def test_one_meta_parameter_is_refused() -> None:
-    """A model of which a part has no data is refused too, by the name of the parameter."""
-    net = network()
-    net[3].to("meta")
-    ema = modkit.EMA(net)
-    unchanged(ema)
-    with pytest.raises(RuntimeError, match=r"3\.weight"):
-        ema.update()
-
-    assert list(ema.named_averages()) == []
 
 
 def test_a_model_that_was_moved_to_meta_leaves_its_average() -> None:
@@ -496,18 +289,6 @@ def test_a_wrapper_that_shares_the_hooks_is_attached() -> None:
     assert ema.step == 3
 
 
-def test_the_optimizer_inside_a_wrapper_is_attached() -> None:
-    """That is what the error says to do."""
-    net = network()
-    wrapped = Wrapper(sgd(net))
-    ema = modkit.EMA(net).attach(wrapped.optimizer)
-    for number in range(3):
-        gradients(net, number)
-        wrapped.step()
-
-    assert ema.step == 3
-
-
 # --- attach() and update() both --------------------------------------------------------------------
 
 
@@ -530,39 +311,6 @@ def test_an_update_by_hand_after_an_attached_step_warns_once(given: bool) -> Non
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert ema.n_averaged == 6
-
-
-def start(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Update before the first step, as libraries do that copy the weights at once."""
-    ema.update()
-    optimizer.step()
-
-
-def of_another_model(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Average the weights of another model too."""
-    optimizer.step()
-    ema.update(copy.deepcopy(net))
-
-
-def detached(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Go on by hand."""
-    optimizer.step()
-    ema.detach()
-    ema.update()
-
-
-def another_optimizer(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Go on with an optimizer that is not attached."""
-    optimizer.step()
-    sgd(net).step()
-    ema.update()
-
-
-def other_weights(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Load other weights."""
-    optimizer.step()
-    net.load_state_dict(network().state_dict())
-    ema.update()
 
 
 def other_averages(ema: Any, net: nn.Module, optimizer: Any) -> None:
@@ -594,25 +342,40 @@ def by_callback(ema: Any, net: nn.Module, optimizer: Any) -> None:
     assert callback.ema.step == 1
 
 
-@for_each(
-    "act",
-    [
-        start,
-        of_another_model,
-        detached,
-        another_optimizer,
-        other_weights,
-        other_averages,
-        skipped,
-        by_callback,
-    ],
-)
-def test_other_updates_by_hand_do_not_warn(act: Any) -> None:
+def step_and(act: Callable[[Any, Any], object]) -> Callable[..., None]:
+    """Return a step and what comes after it."""
+
+    def call(ema: Any, net: nn.Module, optimizer: Any) -> None:
+        optimizer.step()
+        act(ema, net)
+        ema.update()
+
+    return call
+
+
+ACTS: dict[str, Callable[..., object]] = {
+    # As libraries do that copy the weights at once.
+    "before the first step": lambda ema, net, optimizer: (ema.update(), optimizer.step()),
+    "of another model": lambda ema, net, optimizer: (
+        optimizer.step(),
+        ema.update(copy.deepcopy(net)),
+    ),
+    "detached": step_and(lambda ema, net: ema.detach()),
+    "another optimizer": step_and(lambda ema, net: sgd(net).step()),
+    "other weights": step_and(lambda ema, net: net.load_state_dict(network().state_dict())),
+    "other averages": other_averages,
+    "a step that was skipped": skipped,
+    "by a callback": by_callback,
+}
+
+
+@for_each("act", ACTS)
+def test_other_updates_by_hand_do_not_warn(act: str) -> None:
     """No step counts twice, and the tests turn warnings into errors."""
     net = network()
     optimizer = sgd(net)
     ema = modkit.EMA(net).attach(optimizer)
     gradients(net)
-    act(ema, net, optimizer)
+    ACTS[act](ema, net, optimizer)
 
     assert ema.step >= 1

@@ -20,10 +20,8 @@ import modkit
 from modkit.averaging import optimizer_steps
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network, train
+from tests.unit.averaging.recipes import gradients, network, sgd
 
-
-Averages = Any
 
 # torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
 _ = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]), torch.optim.LBFGS([torch.zeros(1)])
@@ -82,18 +80,6 @@ class Lookahead(torch.optim.Optimizer):
             self.inner.step()
 
 
-def gradients(net: nn.Module, number: int = 0) -> None:
-    """Compute new gradients."""
-    net.zero_grad()
-    batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-    net(batch).square().mean().backward()
-
-
-def sgd(*modules: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of the parameters of all modules."""
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
-
-
 # --- steps inside steps ----------------------------------------------------------------------------
 
 
@@ -150,38 +136,6 @@ def test_a_step_that_raises_does_not_count(kind: Any, moment: str) -> None:
 
     assert len(errors) == 3
     assert (ema.step, ema.n_averaged) == (3, 3)
-
-
-@for_each("fails", [False, True])
-def test_an_inner_step_that_raises_and_is_caught(fails: bool) -> None:
-    """The outer step counts."""
-    net = network()
-    optimizer = Retries(net.parameters())
-    optimizer.fails = fails
-    ema = modkit.EMA(net).attach(optimizer)
-    for number in range(3):
-        gradients(net, number)
-        optimizer.step()
-
-    assert ema.step == 3
-
-
-def test_a_step_that_raises_does_not_count_for_several_optimizers() -> None:
-    """One of two optimizers raises after the step of its base class; then both step."""
-    net = network()
-    first, second = Calls(net[0].parameters()), sgd(net[1], net[3])
-    ema = modkit.EMA(net).attach(first, second)
-    gradients(net)
-    first.raises = "after"
-    with pytest.raises(RuntimeError, match="half"):
-        first.step()
-    first.raises = None
-    steps = []
-    for optimizer in (first, second, first, second):
-        optimizer.step()
-        steps.append(ema.step)
-
-    assert steps == [0, 1, 1, 2]
 
 
 @for_each("times", [1, 2, 3])
@@ -302,16 +256,6 @@ def test_a_copy_with_hooks_updates_nothing() -> None:
     optimizer.step()
 
     assert (ema.step, other_ema.step) == (2, 1)
-
-
-def test_the_callback_counts_the_outermost_step() -> None:
-    """`EMACallback(model, optimizer)` counts as `attach` does."""
-    net = network()
-    optimizer = CallsTwice(net.parameters())
-    callback = modkit.EMACallback(net, optimizer)
-    train(net, optimizer, 0, 4)
-
-    assert callback.ema.n_averaged == 4
 
 
 # --- steps that allocate the state of an optimizer -------------------------------------------------

@@ -1,54 +1,25 @@
+"""``AveragedModel`` beyond torch: options, copies, life time, exported names."""
+
 import copy
 import gc
 import pickle
 import sys
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from modkit import nn
-from modkit.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
-
-
-def set_all(model: torch.nn.Module, value: float) -> torch.nn.Module:
-    """Give every parameter one value."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+from tests.models import set_weight
 
 
 def half_average(model: torch.nn.Module, **arguments) -> AveragedModel:
     """Return an average that goes half of the way in each update."""
     return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), **arguments)
-
-
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("fp64", torch.float64)])
-def test_a_precision_keeps_slow_averages_moving(precision, dtype) -> None:
-    """In more bits than the model's, a high decay arrives where its formula says."""
-    model = set_all(nn.Linear(2, 1).bfloat16(), 1.0)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999), precision=precision)
-    average.update_parameters(model)
-    set_all(model, 2.0)
-    for _ in range(1000):
-        average.update_parameters(model)
-
-    assert average.module.weight.dtype == dtype
-    assert average.module.weight[0, 0].item() == pytest.approx(2 - 0.999**1000, abs=1e-3)
-
-
-def test_a_precision_never_narrows() -> None:
-    """Wider dtypes are kept, complex tensors stay complex, and integer tensors integer."""
-    model = nn.Linear(2, 1).double()
-    model.register_buffer("turn", torch.ones(1, dtype=torch.complex64))
-    model.register_buffer("index", torch.ones(1, dtype=torch.int16))
-    average = AveragedModel(model, precision="fp32")
-
-    assert average.module.weight.dtype == torch.float64
-    assert average.module.turn.dtype == torch.complex64
-    assert average.module.index.dtype == torch.int16
 
 
 @pytest.mark.parametrize("argument", ["precision", "on_nonfinite"])
@@ -58,132 +29,17 @@ def test_unknown_choices_are_refused(argument: str) -> None:
         AveragedModel(nn.Linear(1, 1), **{argument: "wild"})
 
 
-@for_each("bad", [float("nan"), float("inf")])
-@for_each("rule", ["multi", "single", "equal"])
-def test_a_step_that_is_not_finite_can_be_skipped(bad: float, rule: str) -> None:
-    """All weights of such a step are left out, those that are finite too, and the average stays."""
-    model = set_all(nn.Linear(2, 2), 1.0)
-    functions = {
-        "multi": {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
-        "single": {"avg_fn": get_ema_avg_fn(0.5)},
-        "equal": {},
-    }
-    average = AveragedModel(model, **functions[rule], on_nonfinite="skip")
-    average.update_parameters(model)
-    set_all(model, 5.0)
-    with torch.no_grad():
-        model.weight[0, 0] = bad
-    average.update_parameters(model)
-
-    assert average.module.weight.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert average.module.bias.tolist() == [1.0, 1.0]
-    assert average.n_averaged == 1
-
-
-def test_steps_that_are_not_finite_are_averaged_by_default() -> None:
-    """Without the option such a step enters the average, as in torch."""
-    model = set_all(nn.Linear(1, 1), 1.0)
-    average = half_average(model)
-    average.update_parameters(model)
-    average.update_parameters(set_all(model, float("nan")))
-
-    assert average.module.weight.isnan().all()
-
-
 def test_exported_names_are_those_of_the_plain_model() -> None:
     """The averages of a compiled and data-parallel model load into the model inside."""
     plain = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     wrapped = nn.DataParallel(torch.compile(plain, backend="eager"))
     average = AveragedModel(wrapped)
-    set_all(plain, 3.0)
+    set_weight(plain, 3.0)
     average.update_parameters(wrapped)
     other = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     other.load_state_dict(average.export_state_dict())
 
     assert other[0].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def change_data(model: torch.nn.Module) -> None:
-    """Give a parameter other memory."""
-    model[0].weight.data = torch.full((2, 2), 8.0)
-
-
-def replace_parameter(model: torch.nn.Module) -> None:
-    """Put another parameter in the place of one."""
-    model[0].weight = nn.Parameter(torch.full((2, 2), 8.0))
-
-
-def replace_child(model: torch.nn.Module) -> None:
-    """Put another layer in the place of one."""
-    model[0] = set_all(nn.Linear(2, 2), 8.0)
-
-
-def cast_the_model(model: torch.nn.Module) -> None:
-    """Cast all tensors in place."""
-    set_all(model.double(), 8.0)
-
-
-@for_each("change", [change_data, replace_parameter, replace_child, cast_the_model])
-def test_changes_of_the_model_are_seen(change) -> None:
-    """After a change of where its tensors are, the next update takes the new ones."""
-    model = set_all(nn.Sequential(nn.Linear(2, 2)), 4.0)
-    average = half_average(model)
-    average.update_parameters(model)
-    average.update_parameters(model)
-    change(model)
-    average.update_parameters(model)
-
-    assert average.module[0].weight.tolist() == [[6.0, 6.0], [6.0, 6.0]]
-    assert average.module[0].weight.dtype == torch.float32
-
-
-def test_changes_of_the_average_are_seen() -> None:
-    """A cast or replaced average is the one that is updated."""
-    model = set_all(nn.Linear(1, 1), 4.0)
-    average = half_average(model)
-    average.update_parameters(model)
-    average.module.double()
-    average.update_parameters(set_all(model, 8.0))
-    average.module = set_all(nn.Linear(1, 1), 0.0)
-    average.update_parameters(model)
-
-    assert average.module.weight.item() == 4.0
-
-
-def shrink_parameter(model: torch.nn.Module) -> None:
-    """Let a parameter be one part of its memory."""
-    model.weight.data = model.weight.data[:1]
-
-
-def add_parameter(model: torch.nn.Module) -> None:
-    """Register one parameter more."""
-    model.scale = nn.Parameter(torch.ones(1))
-
-
-def add_child(model: torch.nn.Module) -> None:
-    """Register the first child."""
-    model.inner = nn.Linear(1, 1)
-
-
-def remove_parameter(model: torch.nn.Module) -> None:
-    """Make a parameter None."""
-    model.bias = None
-
-
-@for_each("change", [shrink_parameter, add_parameter, add_child, remove_parameter])
-def test_a_model_that_stops_to_fit_is_refused(change) -> None:
-    """After updates that fitted, a model with other tensors is refused and nothing is written."""
-    model = set_all(nn.Linear(2, 2), 4.0)
-    average = half_average(model)
-    average.update_parameters(model)
-    average.update_parameters(model)
-    change(model)
-    set_all(model, 8.0)
-    with pytest.raises(ValueError, match="Nothing has been changed"):
-        average.update_parameters(model)
-
-    assert average.module.bias.tolist() == [4.0, 4.0]
-    assert average.n_averaged == 2
 
 
 def test_an_average_does_not_keep_its_model_alive() -> None:
@@ -204,27 +60,13 @@ def test_copies_of_an_average_leave_the_model_out(way) -> None:
     """A copied or pickled average has its own tensors alone, and the count of the original."""
     model = nn.Linear(100, 100)
     average = half_average(model)
-    average.update_parameters(set_all(model, 1.0))
+    average.update_parameters(set_weight(model, 1.0))
     other = way(average)
-    other.update_parameters(set_all(model, 3.0))
+    other.update_parameters(set_weight(model, 3.0))
 
     assert len(pickle.dumps(average)) < 1.5 * 4 * 10_100
     assert (other.module.bias[0].item(), average.module.bias[0].item()) == (2.0, 1.0)
     assert (int(other.n_averaged), int(average.n_averaged)) == (2, 1)
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_loaded_count_is_used(assign: bool) -> None:
-    """The count of a loaded state decides over the next update."""
-    model = set_all(nn.Linear(1, 1), 2.0)
-    source, target = AveragedModel(model), AveragedModel(model)
-    for _ in range(3):
-        source.update_parameters(model)
-    target.update_parameters(model)
-    target.load_state_dict(source.state_dict(), assign=assign)
-    target.update_parameters(set_all(model, 6.0))
-
-    assert target.module.weight.item() == 3.0
 
 
 def test_buffers_that_are_not_saved_may_come_and_go() -> None:
@@ -251,3 +93,67 @@ def test_a_function_in_the_place_of_the_device_is_named() -> None:
         AveragedModel(nn.Linear(1, 1), get_ema_multi_avg_fn(0.9))
 
     assert "pass it as multi_avg_fn=" in caught.value.__notes__[0]
+
+
+# --- options that `EMA` has too ---------------------------------------------------------------------
+
+
+def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Return small layers of one shape, all elements 0."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).to(dtype)
+    set_weight(model, 0.0)
+    return model
+
+
+def weights(average: "AveragedModel[Any]") -> dict[str, torch.Tensor]:
+    """Return copies of what is in the averaged copy."""
+    return {name: tensor.clone() for name, tensor in average.module.state_dict().items()}
+
+
+COPIES = [lambda average: average, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["itself", "deepcopy", "pickle"])
+def test_trainable_only_is_about_the_model_when_it_is_copied(copied: Callable[[Any], Any]) -> None:
+    """Freezing the average, as most recipes do, or the model later does not end the averaging."""
+    model = layers()
+    model[0].requires_grad_(False)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), trainable_only=True)
+    average.requires_grad_(False)
+    average.update_parameters(model)
+    average = copied(average)
+    model.requires_grad_(False)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    for name, value in weights(average).items():
+        assert value.eq(4.0 if name.startswith("0.") else 2.0).all()
+
+
+@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+def test_a_lazy_model(precision: Any) -> None:
+    """A model may get its shapes after it was copied."""
+    model = nn.Sequential(nn.LazyLinear(2))
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    model(torch.ones(1, 3))
+    set_weight(model, 0.0)
+    average.update_parameters(model)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    assert all(value.eq(2.0).all() for value in weights(average).values())
+
+
+@for_each("precision", ["stochastic", "compensated"])
+@for_each("size", [1, 3])
+def test_a_replaced_layer(precision: Any, size: int) -> None:
+    """A layer of another shape, on both sides, is averaged from there on, and so are the others."""
+    model = layers(torch.bfloat16)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    average.update_parameters(model)
+    for side in (model, average.module):
+        side[0] = nn.Linear(3, size).bfloat16()
+    set_weight(average.module, 0.0)
+    set_weight(model, 4.0)
+    average.update_parameters(model)
+    assert all(value.eq(2.0).all() for value in weights(average).values())
+    resumed = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
+    resumed.load_state_dict(average.state_dict())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, as_accelerator
+from tests.unit.averaging.recipes import as_accelerator
 
 
 DECAY = 0.9
@@ -74,11 +74,21 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+# Each precision and dtype with both policies, on the CPU and on an accelerator.
+WAYS_TO_STEP = [
+    ("same", torch.float32, "ignore", False),
+    ("same", torch.bfloat16, "skip", True),
+    ("fp32", torch.float32, "skip", False),
+    ("fp32", torch.bfloat16, "ignore", True),
+    ("fp64", torch.bfloat16, "skip", False),
+    ("fp64", torch.float32, "skip", True),
+    ("compensated", torch.float32, "ignore", True),
+    ("compensated", torch.bfloat16, "skip", False),
+]
+
+
 @for_each("options", OPTIONS, ids=named)
-@for_each("precision", [one for one in PRECISIONS if one != "stochastic"])
-@for_each("dtype", [torch.float32, torch.bfloat16])
-@for_each("policy", ["ignore", "skip"])
-@for_each("accelerator", [False, True])
+@for_each(("precision", "dtype", "policy", "accelerator"), WAYS_TO_STEP)
 def test_both_faces(
     options: dict[str, Any],
     precision: Any,
@@ -162,9 +172,10 @@ def drift(model: nn.Module, step: int) -> None:
 
 
 @for_each("rule", RULES)
-@for_each("precision", ["stochastic", "compensated"])
-@for_each("dtype", [torch.bfloat16, torch.float16])
-@for_each("accelerator", [False, True])
+@for_each(
+    ("precision", "dtype", "accelerator"),
+    [("stochastic", torch.bfloat16, False), ("compensated", torch.float16, True)],
+)
 def test_accuracy(
     rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
 ) -> None:
@@ -241,14 +252,3 @@ def test_a_cast_keeps_the_value(precision: Any) -> None:
     for name, parameter in model.named_parameters():
         expected = torch.lerp(before[name], parameter.detach().double(), 0.005)
         torch.testing.assert_close(averages_of(average)[name], expected, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
-def test_other_functions_are_refused(precision: Any) -> None:
-    """Their steps are not known."""
-    for arguments in (
-        {"avg_fn": lambda average, current, count: average},
-        {"multi_avg_fn": lambda averages, currents, count: None},
-    ):
-        with pytest.raises(ValueError, match="get_ema_multi_avg_fn"):
-            AveragedModel(network(), precision=precision, **arguments)

@@ -61,12 +61,8 @@ def drop(*path: Any) -> Callable[[State], None]:
     return change
 
 
-def many(values: dict[str, Any]) -> Callable[[State], None]:
-    """Return a function that replaces several parts of a state."""
-    return lambda state: state.update(values)
-
-
 ONES = torch.ones(6, 4)
+META = torch.ones(6, device="meta")
 FIRST = ("averages", 0)
 TENSORS = (*FIRST, "tensors")
 WEIGHT = (*TENSORS, "0.weight")
@@ -75,32 +71,15 @@ WEIGHT = (*TENSORS, "0.weight")
 BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     # The counters.
     ("plain", put(-5, "step"), "step must be an int of at least 0, got -5"),
-    ("plain", put(3.0, "step"), "step must be an int of at least 0, got 3.0"),
     ("plain", put(True, "step"), "step must be an int of at least 0, got True"),
-    ("plain", put(None, "step"), "step must be an int of at least 0, got None"),
-    ("plain", put("3", "step"), "step must be an int of at least 0, got '3'"),
-    ("plain", put(torch.tensor(3), "step"), "step must be an int .* got a tensor of dtype"),
     ("plain", put(0, "step"), "start must be an int from 1 to 0, got 1"),
-    ("plain", put(10**9, "start"), "start must be an int from 1 to 3, got 1000000000"),
-    ("plain", put(0, "start"), "start must be an int from 1 to 3, got 0"),
-    ("plain", put(-1, "start"), "start must be an int from 1 to 3, got -1"),
-    ("plain", put(None, "start"), "start must be an int from 1 to 3, got None"),
-    ("plain", put(True, "start"), "start must be an int from 1 to 3, got True"),
-    ("plain", put(None, "n_averaged"), "n_averaged must be an int of at least 0, got None"),
-    ("plain", put(-1, "n_averaged"), "n_averaged must be an int of at least 0, got -1"),
-    ("plain", put(1.5, "n_averaged"), "n_averaged must be an int of at least 0, got 1.5"),
     ("plain", put(4, "n_averaged"), "n_averaged must be an int from 0 to 3, got 4"),
     ("plain", put(2, "start"), "n_averaged must be an int from 0 to 2, got 3"),
     ("plain", put(0, "n_averaged"), "start must be None, as n_averaged is 0, got 1"),
     ("plain", put(0, "update_every"), "update_every must be an int of at least 1, got 0"),
-    ("plain", put(-3, "update_every"), "update_every must be an int of at least 1, got -3"),
-    ("plain", put(2.0, "update_every"), "update_every must be an int of at least 1, got 2.0"),
-    ("plain", put(None, "update_every"), "update_every must be an int of at least 1, got None"),
     ("plain", put(-1, "update_after_step"), "update_after_step must be an int of at least 0"),
-    ("plain", put("a", "update_after_step"), "update_after_step must be an int of at least 0"),
     ("plain", put(99, "version"), "version 99, newer than 1"),
     ("plain", put(0, "version"), "version must be an int of at least 1, got 0"),
-    ("plain", put("1", "version"), "version must be an int of at least 1, got '1'"),
     *[
         ("plain", drop(key), f"has no {key}")
         for key in (
@@ -117,70 +96,52 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ],
     # The schedules.
     ("plain", put([], "schedules"), "schedules must be a list that is not empty"),
-    ("plain", put(None, "schedules"), "schedules must be a list, got None"),
-    ("plain", put({"name": "Equal"}, "schedules"), "schedules must be a list, got"),
     ("plain", put(["Equal"], "schedules"), r"schedules\[0\] must be a mapping, got 'Equal'"),
     ("plain", put([{}], "schedules"), r"schedules\[0\] of the state, \{\}, cannot be created"),
     ("plain", put([{"name": "Mine", "a": 1.0}], "schedules"), "pass an equal one to EMA"),
     ("plain", put([{"name": "Custom"}], "schedules"), "this one has Constant"),
     ("plain", put([{"name": "Constant"}], "schedules"), "its fields must be those of Constant"),
     ("plain", put([{"name": "Constant", "decay": 7.0}], "schedules"), "at most 1, got 7.0"),
-    ("plain", put([{"name": "Constant", "decay": math.nan}], "schedules"), "got nan"),
-    ("plain", put([{"name": "Constant", "decay": "0.9"}], "schedules"), "must be a number"),
     ("plain", put([{"name": "Constant", "rate": 0.9}], "schedules"), "cannot be made from"),
-    ("plain", put([{"name": ["Constant"]}], "schedules"), "no schedule to make"),
-    ("plain", put([{"name": "PerUpdate"}], "schedules"), "cannot be made from"),
     ("several", drop("schedules", 1), "holds 1 averages, and this object 2"),
-    ("plain", put([{"name": "Equal"}] * 2, "schedules"), "holds 2 averages, and this object 1"),
     # The averages.
     ("plain", put([], "averages"), "averages must be a list of 1, one for each schedule"),
-    ("several", drop("averages", 1), "averages must be a list of 2, one for each schedule"),
-    ("plain", put(None, "averages"), "averages must be a list, got None"),
     ("plain", put([None], "averages"), r"averages\[0\] must be a mapping, got None"),
     ("plain", drop(*FIRST, "tensors"), r"has no averages\[0\]\['tensors'\]"),
-    ("plain", drop(*FIRST, "rests"), r"has no averages\[0\]\['rests'\]"),
-    ("plain", drop(*FIRST, "generators"), r"has no averages\[0\]\['generators'\]"),
     ("plain", put([ONES], *TENSORS), r"averages\[0\]\['tensors'\] must be a mapping"),
     ("plain", put(1.0, *WEIGHT), r"\['0.weight'\] must be a tensor, got 1.0"),
-    ("plain", put([1.0], *WEIGHT), r"\['0.weight'\] must be a tensor, got \[1.0\]"),
     ("plain", put(ONES, *TENSORS, 3), r"\[3\] must be a tensor under a name of type str"),
     ("plain", put(ONES.int(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
-    ("plain", put(ONES.bool(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
     ("plain", put(ONES.cfloat(), *WEIGHT), "0.weight must be of a dtype like torch.bfloat16"),
     ("plain", put(ONES.to("meta"), *WEIGHT), "must be a dense tensor with data"),
-    ("plain", put(ONES.to_sparse(), *WEIGHT), "must be a dense tensor with data"),
     ("plain", put(ONES.T, *WEIGHT), r"0.weight \(\(4, 6\) instead of \(6, 4\)\)"),
     ("plain", put(ONES, *TENSORS, "more"), "1 unexpected: more"),
     ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
-    ("several", drop("averages", 1, "tensors", "0.weight"), "1 missing: 0.weight"),
     ("several", put(ONES.cfloat(), "averages", 1, "tensors", "0.weight"), "dtype like"),
+    # Batch normalization statistics.
+    ("plain", put([], *FIRST, "statistics"), r"\['statistics'\] must be a mapping"),
+    ("plain", put({"1.running_mean": 1.0}, *FIRST, "statistics"), "must be a tensor"),
+    ("plain", put({1: torch.ones(6)}, *FIRST, "statistics"), "a name of type str"),
+    ("plain", put({"1.running_mean": torch.ones(5)}, *FIRST, "statistics"), "1.running_mean"),
+    ("plain", put({"1.running_mean": META}, *FIRST, "statistics"), "dense tensor with data"),
     # Entries of the precisions.
-    ("compensated", put(None, *FIRST, "rests"), r"\['rests'\] must be a mapping, got None"),
-    ("compensated", put(0.0, *FIRST, "rests", "0.weight"), "must be a tensor, got 0.0"),
     ("compensated", put(ONES.T, *FIRST, "rests", "0.weight"), r"of shape \(6, 4\), that of"),
-    ("compensated", put(ONES.int(), *FIRST, "rests", "0.weight"), "floating point"),
     ("compensated", put(ONES, *FIRST, "rests", "more"), "must be absent"),
     ("rounded", put([], *FIRST, "generators"), r"\['generators'\] must be a mapping"),
-    ("rounded", put(7, *FIRST, "generators", "cpu"), r"\['cpu'\] must be a tensor, got 7"),
     ("rounded", put(ONES, *FIRST, "generators", "cpu"), "of dtype torch.uint8"),
     ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "cpu"), "state of a generator"),
     ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "banana"), "name of a device"),
-    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", 0), "name of type str"),
-    # Entries of the schedules.
+    # Steps of several optimizers.
+    ("plain", put(1, "stepped"), "stepped must be"),
+    ("plain", put([True], "stepped"), "stepped must be"),
+    ("plain", put([-1], "stepped"), "stepped must be"),
+    ("plain", put([0, 0], "stepped"), "stepped must be"),
     # Buffers and training weights.
     ("plain", put(None, "buffers"), "buffers must be a mapping, got None"),
     ("plain", put(1, "buffers", "1.running_mean"), "must be a tensor, got 1"),
-    ("plain", put([], "raw"), r"raw must be a mapping, got \[\]"),
-    ("plain", put({"0.weight": 1}, "raw"), r"raw\['0.weight'\] must be a tensor, got 1"),
     ("plain", put({"0.weight": ONES.T}, "raw"), "training weights of the state do not fit"),
     ("plain", put({"0.weight": ONES.cfloat()}, "raw"), "must be of a dtype like torch.bfloat16"),
-    ("plain", put({"more": ONES}, "raw"), "1 unexpected: more"),
 ]
-
-
-def test_there_are_many() -> None:
-    """The list covers every key of a state."""
-    assert len(BROKEN) >= 90
 
 
 @for_each(
@@ -224,42 +185,26 @@ TORCH = {"n_averaged": torch.tensor(3), **below("module.")}
 LIGHTNING = {"state_dict": below(""), "averaging_state": {"n_averaged": torch.tensor(5)}}
 FOREIGN: list[tuple[State, str]] = [
     (TORCH | {"n_averaged": torch.tensor(-1)}, "state of torch .* n_averaged must be an int"),
-    (TORCH | {"n_averaged": torch.tensor(1.5)}, "n_averaged must be an int of at least 0, got a"),
-    (TORCH | {"n_averaged": torch.tensor(True)}, "n_averaged must be an int of at least 0"),
-    (TORCH | {"n_averaged": None}, "n_averaged must be an int of at least 0, got None"),
     (TORCH | {"n_averaged": torch.tensor([1, 2])}, "n_averaged must be an int of at least 0"),
-    (TORCH | {"module.0.weight": ONES.int()}, "0.weight must be of a dtype like torch.bfloat16"),
     (TORCH | {"module.0.weight": ONES.cfloat()}, "0.weight must be of a dtype like"),
-    (TORCH | {"module.0.weight": ONES.to("meta")}, "must be a dense tensor with data"),
     (TORCH | {"module.0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
     (TORCH | {"module.more": ONES}, "1 unexpected: more"),
     (below("module.") | {"module.0.weight": 1}, "1 missing: 0.weight"),
     (LIGHTNING | {"averaging_state": {}}, r"lightning has no averaging_state\['n_averaged'\]"),
-    (LIGHTNING | {"averaging_state": 5}, "averaging_state must be a mapping, got 5"),
     (LIGHTNING | {"state_dict": None}, "state_dict must be a mapping, got None"),
     (EMA_PYTORCH | {"step": -3}, "state of ema_pytorch is invalid: step must be"),
     (EMA_PYTORCH | {"initted": "yes"}, "initted must be True or False, got 'yes'"),
-    (EMA_PYTORCH | {"initted": ONES}, "initted must be True or False, got a tensor"),
     (DIFFUSERS | {"decay": 2}, "its decay gives InverseGamma: decay must be .* got 2"),
-    (DIFFUSERS | {"power": "x"}, "its decay gives InverseGamma: power must be a number"),
     (DIFFUSERS | {"use_ema_warmup": None}, "use_ema_warmup must be True or False, got None"),
-    (DIFFUSERS | {"optimization_step": 1.5}, "optimization_step must be an int"),
     (DIFFUSERS | {"update_after_step": None}, "update_after_step must be an int"),
     ({k: v for k, v in DIFFUSERS.items() if k != "decay"}, "state of diffusers has no decay"),
-    (DIFFUSERS | {"shadow_params": None}, "shadow_params must be a list, got None"),
     (DIFFUSERS | {"shadow_params": [1.0] * 6}, r"shadow_params\[0\] must be a tensor, got 1.0"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "its order is not that of the model"),
     (TORCH_EMA | {"decay": -1}, "its decay gives CountWarmup: decay must be .* got -1"),
-    (TORCH_EMA | {"num_updates": "40"}, "num_updates must be an int of at least 0, got '40'"),
-    ({k: v for k, v in TORCH_EMA.items() if k != "decay"}, "state of torch_ema has no decay"),
     (below("") | {"0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
-    (below("") | {"0.weight": ONES.int()}, "0.weight must be of a dtype like torch.bfloat16"),
-    (below("") | {"more": ONES}, "1 unexpected: more"),
     ({"0.weight": ONES}, "missing: 0.bias"),
-    ({"other": ONES}, "it begins with 'other'"),
     (below("") | {"epoch": 3}, "neither from modkit.EMA, nor from a supported library"),
-    ({3: ONES}, "it begins with 3"),
 ]
 
 
@@ -278,13 +223,6 @@ def test_a_broken_state_of_another_library_changes_nothing(state: State, text: s
 
     assert str(raised.value).endswith(END)
     assert freeze(ema.state_dict()) == before
-
-
-@for_each("state", [[1, 2], "state", 3, torch.ones(2)])
-def test_what_is_not_a_mapping_is_refused(state: Any) -> None:
-    """The error shows what was given."""
-    with pytest.raises(ValueError, match=r"the state must be a mapping, got .*\. Nothing has been"):
-        read(state, started("plain"))
 
 
 def read(state: Any, ema: "modkit.EMA[Any]", **options: Any) -> states.LoadedState:

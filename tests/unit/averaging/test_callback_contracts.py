@@ -13,97 +13,48 @@ from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging import contracts
-from tests.unit.averaging.recipes import network, set_to
+from tests.unit.averaging.recipes import network, set_to, sgd
 
 
-def begun(**options: Any) -> Any:
-    """Return a callback with averages of a network after two updates."""
+def begun(change: Callable[[Any], object] = lambda ema: None, **options: Any) -> Any:
+    """Return a callback with averages of a network after two updates and a change."""
     ema = modkit.EMACallback(network(), None, 0.5, **options)
     ema.step()
     set_to(ema.model, 2.0)
     ema.step()
+    change(ema)
     return ema
+
+
+def drop_last(ema: Any) -> None:
+    """Remove the last layer."""
+    del ema.model[3]
+
+
+def end_and_drop_last(ema: Any) -> None:
+    """End the training, with a copy of the average in the model, and remove the last layer."""
+    ema.on_train_end()
+    drop_last(ema)
 
 
 def changed() -> Any:
     """Return a callback whose model has lost its last layer since."""
-    ema = begun(swap_to_average_at_end=True)
-    del ema.model[3]
-    return ema
+    return begun(drop_last, swap_to_average_at_end=True)
 
 
-def changed_after_end() -> Any:
-    """Return a callback whose model has lost its last layer since training has ended."""
-    ema = begun(swap_to_average_at_end=True)
-    ema.on_train_end()
-    del ema.model[3]
-    return ema
+def at_end() -> Any:
+    """Return a callback that copies the average in at the end."""
+    return begun(swap_to_average_at_end=True)
 
 
-def evaluated() -> Any:
-    """Return a callback with the average in its model."""
-    ema = begun(swap_to_average_at_end=True)
-    ema.on_validation_start()
-    return ema
-
-
-def in_block(use: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return a call inside `evaluating()`."""
-
-    def call(ema: Any) -> None:
-        with ema.evaluating():
-            use(ema)
-
-    return call
-
-
-def with_index(index: Any) -> Any:
+def with_index() -> Any:
     """Return a callback with an index that no average has."""
-    ema = begun()
-    ema.index = index
-    return ema
+    return begun(lambda ema: setattr(ema, "index", 3))
 
 
-def enter(name: str, **arguments: Any) -> Callable[[Any], None]:
-    """Return a call that enters a block."""
-
-    def call(ema: Any) -> None:
-        with getattr(ema, name)(**arguments):
-            pass
-
-    return call
-
-
-def write_in(name: str) -> Callable[[Any], None]:
-    """Return a call that writes to the weights inside a block in an evaluation."""
-
-    def call(ema: Any) -> None:
-        ema.on_validation_start()
-        try:
-            with getattr(ema, name)():
-                ema.model[0].weight.data = torch.zeros(6, 4)
-        finally:
-            ema.on_validation_end()
-
-    return call
-
-
-def write_and_end(name: str) -> Callable[[Any], None]:
-    """Return a call of a hook after a weight of an evaluation was written to."""
-
-    def call(ema: Any) -> None:
-        ema.on_validation_start()
-        ema.model[0].weight.data = torch.zeros(6, 4)
-        getattr(ema, name)()
-
-    return call
-
-
-def spoiled() -> Any:
+def with_infinity() -> Any:
     """Return a callback of a model that is not finite any more."""
-    ema = begun(on_nonfinite="raise")
-    set_to(ema.model, torch.inf)
-    return ema
+    return begun(lambda ema: set_to(ema.model, torch.inf), on_nonfinite="raise")
 
 
 def of_two() -> Any:
@@ -120,149 +71,140 @@ def frozen() -> Any:
     return ema
 
 
+def in_block(name: str, *arguments: Any) -> Callable[[Any], object]:
+    """Return a call of a method inside `evaluating()`."""
+
+    def act(ema: Any) -> None:
+        with ema.evaluating():
+            getattr(ema, name)(*arguments)
+
+    return act
+
+
+def do(name: str, *arguments: Any, **options: Any) -> Callable[[Any], object]:
+    """Return a call of a method."""
+    return lambda ema: getattr(ema, name)(*arguments, **options)
+
+
+def enter(name: str, **arguments: Any) -> Callable[[Any], None]:
+    """Return a call that enters a block."""
+
+    def act(ema: Any) -> None:
+        with getattr(ema, name)(**arguments):
+            pass
+
+    return act
+
+
+def write(ema: Any) -> None:
+    """Write to a weight."""
+    ema.model[0].weight.data = torch.zeros(6, 4)
+
+
+def write_in(name: str) -> Callable[[Any], None]:
+    """Return a call that writes to the weights inside a block in an evaluation."""
+
+    def act(ema: Any) -> None:
+        ema.on_validation_start()
+        try:
+            with getattr(ema, name)():
+                write(ema)
+        finally:
+            ema.on_validation_end()
+
+    return act
+
+
+def write_and_end(name: str) -> Callable[[Any], None]:
+    """Return a call of a hook after a weight of an evaluation was written to."""
+
+    def act(ema: Any) -> None:
+        ema.on_validation_start()
+        write(ema)
+        getattr(ema, name)()
+
+    return act
+
+
 def create(*arguments: Any, **options: Any) -> Callable[[Any], object]:
     """Return a call of the constructor."""
     return lambda _: modkit.EMACallback(*arguments, **options)
 
 
-def load(state: Any, **options: Any) -> Callable[[Any], object]:
-    """Return a call that loads a state."""
-    return lambda ema: ema.load_state_dict(state, **options)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of a model."""
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+def load_into(model: nn.Module | None, **options: Any) -> Callable[[Any], object]:
+    """Return a call that loads the state of a callback into another one."""
+    return lambda ema: modkit.EMACallback(model or ema.model, **options).load_state_dict(
+        ema.state_dict()
+    )
 
 
 NET, OTHER = network(), network()
 STEP = sgd(NET)
 PLAIN = dict(network().state_dict())
+BATCH = [torch.zeros(2, 4)]
 NO_EMA: Any = lambda: None
+START = "on_validation_start"
+TRAINING = "evaluating_training_weights"
+LOAD = "load_state_dict"
+Row = tuple[str, type[Exception], Callable[[], Any], Callable[[Any], object]]
 # Member, exception, what makes the callback, and the call that raises.
-ROWS: dict[str, tuple[str, type[Exception], Callable[[], Any], Callable[[Any], object]]] = {
-    "parameters": ("__init__", TypeError, NO_EMA, create(NET.parameters())),
-    "a layer": ("__init__", TypeError, NO_EMA, create(NET, nn.Linear(1, 1))),
-    "index": ("__init__", TypeError, NO_EMA, create(NET, index="0")),
-    "steps": ("__init__", TypeError, NO_EMA, create(NET, update_every=1.5)),
-    "text": ("__init__", TypeError, NO_EMA, create(NET, decay="0.9")),
-    "unknown": ("__init__", TypeError, NO_EMA, create(NET, warmup=True)),
-    "both": ("__init__", ValueError, NO_EMA, create(NET, None, 0.9, schedule=0.9)),
-    "precision": ("__init__", ValueError, NO_EMA, create(NET, precision="fp8")),
-    "nothing": ("__init__", ValueError, NO_EMA, create(NET, exclude="*")),
-    "a glob": ("__init__", ValueError, NO_EMA, create(NET, include="head.*")),
-    "twice": ("__init__", ValueError, NO_EMA, create(NET, [STEP, STEP])),
-    "elsewhere": ("__init__", ValueError, NO_EMA, create(NET, sgd(OTHER))),
-    "no average": ("__init__", IndexError, NO_EMA, create(NET, index=1)),
-    "a device": ("__init__", RuntimeError, NO_EMA, create(NET, device="paper")),
-    "a step": ("step", NameMismatchError, changed, lambda ema: ema.step()),
-    "a step of an average": ("step", RuntimeError, begun, in_block(lambda ema: ema.step())),
-    "a step of infinity": ("step", RuntimeError, spoiled, lambda ema: ema.step()),
-    "a step of two": ("step", ValueError, of_two, lambda ema: ema.step()),
-    "a frozen step": ("step", ValueError, frozen, lambda ema: ema.step()),
-    "the end": ("on_train_end", NameMismatchError, changed, lambda ema: ema.on_train_end()),
-    "the end of a write": ("on_train_end", RuntimeError, begun, write_and_end("on_train_end")),
-    "the end in a block": (
-        "on_train_end",
-        RuntimeError,
-        lambda: begun(swap_to_average_at_end=True),
-        in_block(lambda ema: ema.on_train_end()),
-    ),
-    "a block": ("evaluating", IndexError, begun, enter("evaluating", index=1)),
-    "a negative block": ("evaluating", IndexError, begun, enter("evaluating", index=-1)),
-    "a block of a text": ("evaluating", TypeError, begun, enter("evaluating", index="0")),
-    "a block of another": ("evaluating", NameMismatchError, changed, enter("evaluating")),
-    "a write": ("evaluating", RuntimeError, begun, write_in("evaluating")),
-    "training weights": (
-        "evaluating_training_weights",
+ROWS: list[Row] = [
+    ("__init__", TypeError, NO_EMA, create(NET.parameters())),
+    ("__init__", TypeError, NO_EMA, create(NET, nn.Linear(1, 1))),
+    ("__init__", TypeError, NO_EMA, create(NET, index="0")),
+    ("__init__", TypeError, NO_EMA, create(NET, update_every=1.5)),
+    ("__init__", TypeError, NO_EMA, create(NET, decay="0.9")),
+    ("__init__", TypeError, NO_EMA, create(NET, warmup=True)),
+    ("__init__", ValueError, NO_EMA, create(NET, None, 0.9, schedule=0.9)),
+    ("__init__", ValueError, NO_EMA, create(NET, precision="fp8")),
+    ("__init__", ValueError, NO_EMA, create(NET, exclude="*")),
+    ("__init__", ValueError, NO_EMA, create(NET, [STEP, STEP])),
+    ("__init__", ValueError, NO_EMA, create(NET, sgd(OTHER))),
+    ("__init__", IndexError, NO_EMA, create(NET, index=1)),
+    ("__init__", RuntimeError, NO_EMA, create(NET, device="paper")),
+    ("step", NameMismatchError, changed, do("step")),
+    ("step", RuntimeError, begun, in_block("step")),
+    ("step", RuntimeError, with_infinity, do("step")),
+    ("step", ValueError, of_two, do("step")),
+    ("step", ValueError, frozen, do("step")),
+    ("on_train_end", NameMismatchError, changed, do("on_train_end")),
+    ("on_train_end", RuntimeError, begun, write_and_end("on_train_end")),
+    ("on_train_end", RuntimeError, at_end, in_block("on_train_end")),
+    ("evaluating", IndexError, begun, enter("evaluating", index=1)),
+    ("evaluating", IndexError, begun, enter("evaluating", index=-1)),
+    ("evaluating", TypeError, begun, enter("evaluating", index="0")),
+    ("evaluating", NameMismatchError, changed, enter("evaluating")),
+    ("evaluating", RuntimeError, begun, write_in("evaluating")),
+    (
+        TRAINING,
         NameMismatchError,
-        changed_after_end,
-        enter("evaluating_training_weights"),
+        lambda: begun(end_and_drop_last, swap_to_average_at_end=True),
+        enter(TRAINING),
     ),
-    "a write to them": (
-        "evaluating_training_weights",
-        RuntimeError,
-        begun,
-        write_in("evaluating_training_weights"),
-    ),
-    "a start": (
-        "on_validation_start",
-        IndexError,
-        lambda: with_index(3),
-        lambda ema: ema.on_validation_start(),
-    ),
-    "a start of another": (
-        "on_validation_start",
-        NameMismatchError,
-        changed,
-        lambda ema: ema.on_validation_start(),
-    ),
-    "an end": ("on_validation_end", RuntimeError, begun, write_and_end("on_validation_end")),
-    "statistics": (
-        "update_bn",
-        IndexError,
-        lambda: with_index(3),
-        lambda ema: ema.update_bn([torch.zeros(2, 4)]),
-    ),
-    "statistics of an average": (
-        "update_bn",
-        RuntimeError,
-        begun,
-        in_block(lambda ema: ema.update_bn([torch.zeros(2, 4)])),
-    ),
-    "early statistics": (
-        "update_bn",
-        RuntimeError,
-        lambda: modkit.EMACallback(network()),
-        lambda ema: ema.update_bn([torch.zeros(2, 4)]),
-    ),
-    "statistics of another": (
-        "update_bn",
-        NameMismatchError,
-        changed,
-        lambda ema: ema.update_bn([torch.zeros(2, 4)]),
-    ),
-    "statistics of a number": ("update_bn", TypeError, begun, lambda ema: ema.update_bn(3)),
-    "statistics of nothing": ("update_bn", ValueError, begun, lambda ema: ema.update_bn([])),
-    "a count": ("load_state_dict", TypeError, begun, load(PLAIN, step="1")),
-    "a negative count": ("load_state_dict", ValueError, begun, load(PLAIN, step=-1)),
-    "no state": ("load_state_dict", ValueError, begun, load({"a": 1})),
-    "an empty state": ("load_state_dict", ValueError, begun, load({}, step=1)),
-    "a state with a count": (
-        "load_state_dict",
-        ValueError,
-        begun,
-        lambda ema: ema.load_state_dict(ema.state_dict(), step=1),
-    ),
-    "two averages": (
-        "load_state_dict",
-        ValueError,
-        begun,
-        lambda ema: modkit.EMACallback(ema.model, decay=[0.5, 0.5]).load_state_dict(
-            ema.state_dict()
-        ),
-    ),
-    "a state of another": (
-        "load_state_dict",
-        NameMismatchError,
-        begun,
-        lambda ema: modkit.EMACallback(nn.Linear(1, 1), decay=0.5).load_state_dict(
-            ema.state_dict()
-        ),
-    ),
-    "a state in an evaluation": (
-        "load_state_dict",
-        RuntimeError,
-        evaluated,
-        lambda ema: ema.load_state_dict(ema.state_dict()),
-    ),
-}
+    (TRAINING, RuntimeError, begun, write_in(TRAINING)),
+    (START, IndexError, with_index, do(START)),
+    (START, NameMismatchError, changed, do(START)),
+    ("on_validation_end", RuntimeError, begun, write_and_end("on_validation_end")),
+    ("update_bn", IndexError, with_index, do("update_bn", BATCH)),
+    ("update_bn", RuntimeError, begun, in_block("update_bn", BATCH)),
+    ("update_bn", RuntimeError, lambda: modkit.EMACallback(network()), do("update_bn", BATCH)),
+    ("update_bn", NameMismatchError, changed, do("update_bn", BATCH)),
+    ("update_bn", TypeError, begun, do("update_bn", 3)),
+    ("update_bn", ValueError, begun, do("update_bn", [])),
+    (LOAD, TypeError, begun, do(LOAD, PLAIN, step="1")),
+    (LOAD, ValueError, begun, do(LOAD, PLAIN, step=-1)),
+    (LOAD, ValueError, begun, do(LOAD, {"a": 1})),
+    (LOAD, ValueError, begun, do(LOAD, {}, step=1)),
+    (LOAD, ValueError, begun, lambda ema: ema.load_state_dict(ema.state_dict(), step=1)),
+    (LOAD, ValueError, begun, load_into(None, decay=[0.5, 0.5])),
+    (LOAD, NameMismatchError, begun, load_into(nn.Linear(1, 1), decay=0.5)),
+    (LOAD, RuntimeError, lambda: begun(do(START)), lambda ema: ema.load_state_dict(PLAIN)),
+]
 
 
-@for_each("row", list(ROWS.values()), ids=list(ROWS))
-def test_each_exception_is_raised(row: Any) -> None:
+@for_each(("name", "error", "make", "use"), ROWS)
+def test_each_exception_is_raised(name: str, error: type[Exception], make: Any, use: Any) -> None:
     """It has the class that the docstring names, and leaves averages, weights and counters."""
-    name, error, make, use = row
     ema = make()
     before = None if ema is None else freeze([ema.state_dict(), dict(ema.model.state_dict())])
     with pytest.raises(error):
@@ -274,7 +216,7 @@ def test_each_exception_is_raised(row: Any) -> None:
 
 def test_each_exception_has_a_row() -> None:
     """No docstring names an exception that is not tested."""
-    tested = {(name, error.__name__) for name, error, *_ in ROWS.values()}
+    tested = {(name, error.__name__) for name, error, *_ in ROWS}
 
     assert contracts.raised(modkit.EMACallback) == tested
 

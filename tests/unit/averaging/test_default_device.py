@@ -8,17 +8,8 @@ from torch import nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
+from tests.models import set_weight as set_to
 from tests.unit.averaging.recipes import PRECISIONS
-
-
-DECAYS = {"ema": 0.5}
-
-
-def set_to(model: nn.Module, value: float) -> None:
-    """Write a value into every parameter."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
 
 
 def layers() -> nn.Sequential:
@@ -29,31 +20,18 @@ def layers() -> nn.Sequential:
 
 
 @for_each("precision", PRECISIONS)
-@for_each(
-    ("policy", "decay"),
-    [
-        (policy, decay)
-        for policy in ("ignore", "skip", "raise")
-        for decay in DECAYS
-        if (policy, decay) != ("skip", "window")
-    ],
-)
-def test_ema(precision: Any, policy: Any, decay: str) -> None:
+@for_each("policy", ["ignore", "skip", "raise"])
+def test_ema(precision: Any, policy: Any) -> None:
     """Averages are where the parameters are."""
     model = layers()
     with torch.device("meta"):
-        ema = modkit.EMA(
-            model,
-            schedule=DECAYS[decay],
-            precision=precision,
-            on_nonfinite=policy,
-            buffers="average",
-        )
+        options = {"precision": precision, "on_nonfinite": policy, "buffers": "average"}
+        ema = modkit.EMA(model, 0.5, **options)
         ema.update()
         set_to(model, 4.0)
         ema.update()
-        resumed = modkit.EMA(model, schedule=DECAYS[decay], precision=precision)
-        resumed.load_state_dict(modkit.EMA(model, schedule=DECAYS[decay]).state_dict())
+        resumed = modkit.EMA(model, 0.5, precision=precision)
+        resumed.load_state_dict(modkit.EMA(model, 0.5).state_dict())
         ema.rebind()
         _ = ema.module
     for name, average in ema.named_averages():

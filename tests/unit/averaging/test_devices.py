@@ -1,7 +1,5 @@
-import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -148,37 +146,6 @@ def test_swapping_copies_nothing(device: str) -> None:
     assert inside == average
     assert net.weight.data_ptr() == raw
     assert more == 0
-
-
-def milliseconds(action: Callable[[], object]) -> float:
-    """Return the median time of an action on the device."""
-    times: list[float] = []
-    for _ in range(20):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        action()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[5:])
-
-
-@pytest.mark.gpu
-def test_the_times_of_both_averaged_models_are_recorded(
-    record_property: Callable[[str, object], None],
-) -> None:
-    """The report of the run has the milliseconds of each library: time decides no test."""
-    found: list[float] = []
-    for name, library in ("torch", torch.optim.swa_utils), ("modkit", swa_utils):
-        for size, count in (4, 256), (500, 64):
-            net = nn.Sequential(*(nn.Linear(size, size) for _ in range(count))).cuda()
-            average = library.AveragedModel(net, multi_avg_fn=library.get_ema_multi_avg_fn(0.99))
-            for _ in range(3):
-                average.update_parameters(net)
-            found.append(milliseconds(partial(average.update_parameters, net)))
-            record_property(f"{name}, {count} layers of {size}", found[-1])
-
-    assert all(value > 0 for value in found)
 
 
 @pytest.mark.parametrize("precision", ["same", "compensated"])

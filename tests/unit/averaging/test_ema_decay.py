@@ -1,12 +1,10 @@
 """``EMA.decay``: the decay of the latest step, for logs."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import modkit
 from modkit.schedules import (
@@ -17,10 +15,8 @@ from modkit.schedules import (
     InverseGamma,
     PerUpdate,
     Power,
-    Schedule,
 )
 from tests.cases import for_each
-from tests.helpers import freeze
 from tests.unit.averaging.recipes import averaged, model_of, network, set_to
 
 
@@ -83,15 +79,6 @@ def test_it_is_a_plain_number_of_the_first_average() -> None:
     assert (type(ema.decay), ema.decay) == (float, 0.5)
 
 
-def test_a_constant_decay_over_several_steps() -> None:
-    """With `update_every` it is the product."""
-    ema = modkit.EMA(network(), 0.9, update_every=4)
-    for _ in range(6):
-        ema.update()
-
-    assert ema.decay == 0.9**4
-
-
 def test_a_skipped_step_has_no_decay() -> None:
     """On CPU a step that was skipped leaves the decay of the one before."""
     model = model_of(1.0)
@@ -120,48 +107,3 @@ def test_it_cannot_be_set_and_the_error_has_a_remedy_that_works() -> None:
 
     assert ema.decay == 0.75
     assert averaged(ema).item() == 1.25
-
-
-def by_load(ema: Any) -> Any:
-    """Return an EMA that has loaded the state."""
-    other = modkit.EMA(network(), schedule=ema.schedules[0], update_every=2)
-    other.load_state_dict(ema.state_dict())
-    return other
-
-
-@for_each("carry", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), by_load])
-def test_copies_and_loaded_states_have_it(carry: Any) -> None:
-    """It is computed from the state, and no attribute of its own."""
-    ema = modkit.EMA(network(), schedule=CountWarmup(), update_every=2)
-    for _ in range(6):
-        ema.update()
-    other = carry(ema)
-
-    assert other.decay == ema.decay == CountWarmup().over(4, 2)
-    assert "decay" not in vars(other)
-    assert "decay" not in other.state_dict()
-    assert freeze(other.state_dict()) == freeze(ema.state_dict())
-
-
-def test_foreign_states_continue_with_it() -> None:
-    """After a state of another library it is that of the library's latest step."""
-    model = nn.Linear(2, 2)
-    ema = modkit.EMA(model, schedule=CountWarmup(0.9999))
-    ema.load_state_dict(model.state_dict(), step=1000)
-
-    assert ema.decay == 1000 / 1009
-
-
-def test_it_does_not_hide_the_error_of_a_schedule() -> None:
-    """A function that fails is called where the decay is read, and its error is not swallowed."""
-
-    class Broken(Schedule):
-        def decay_at(self, n: int) -> float:
-            raise KeyError(n)
-
-    ema = modkit.EMA(network(), 0.5)
-    ema.update()
-    ema.update()
-    ema.schedules[0] = Broken()
-    with pytest.raises(KeyError):
-        _ = ema.decay

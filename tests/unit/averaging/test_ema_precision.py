@@ -13,31 +13,19 @@ from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
 @for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
 @for_each("precision", ["fp32", "fp64", "stochastic", "compensated"])
 def test_sixteen_bits_arrive(precision, dtype) -> None:
-    """From 1 to 2 with decay 0.999, 5,000 steps come within a thousandth of the formula."""
-    model = model_of(torch.ones(8192), dtype)
+    """From 1 to 2 with decay 0.999, 1,500 steps come within a thousandth of the formula."""
+    model = model_of(torch.ones(4096), dtype)
     ema = modkit.EMA(model, decay=0.999, precision=precision)
     ema.update()
     set_to(model, 2.0)
-    for _ in range(5000):
+    for _ in range(1500):
         ema.update()
 
-    assert averaged(ema).double().mean().item() == pytest.approx(2 - 0.999**5000, abs=1e-3)
+    assert averaged(ema).double().mean().item() == pytest.approx(2 - 0.999**1500, abs=1e-3)
 
 
-def test_sixteen_bits_stand_still_by_themselves() -> None:
-    """With "same" the average is kept in bfloat16, and does not leave 1."""
-    model = model_of([1.0], torch.bfloat16)
-    ema = modkit.EMA(model, decay=0.999, precision="same")
-    ema.update()
-    set_to(model, 2.0)
-    for _ in range(1000):
-        ema.update()
-
-    assert averaged(ema).item() == 1.0
-
-
-# Movement in 20,000 steps at a decay of 1 - 1e-5, if a weight goes from 1 to 1.001.
-NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(20_000 * math.log1p(-1e-5))
+# Movement in 5,000 steps at a decay of 1 - 1e-5, if a weight goes from 1 to 1.001.
+NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(5_000 * math.log1p(-1e-5))
 
 
 @pytest.mark.parametrize(
@@ -49,14 +37,14 @@ def test_a_decay_near_one_needs_more_than_float32(precision, error: float | None
     ema = modkit.EMA(model, decay=1 - 1e-5, precision=precision)
     ema.update()
     set_to(model, 1.001)
-    for _ in range(20_000):
+    for _ in range(5_000):
         ema.update()
     moved = averaged(ema).double().item() - 1.0
 
     assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
 
 
-@pytest.mark.parametrize(("precision", "error"), [("fp64", 1e-9), ("same", None), ("fp32", None)])
+@pytest.mark.parametrize(("precision", "error"), [("fp64", 1e-9), ("same", None)])
 def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
     precision, error: float | None
 ) -> None:
@@ -67,7 +55,7 @@ def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
     )
     average.update_parameters(model)
     set_to(model, 1.001)
-    for _ in range(20_000):
+    for _ in range(5_000):
         average.update_parameters(model)
     moved = average.module.weight.double().item() - 1.0
 
@@ -104,21 +92,6 @@ def test_large_tensors_are_cast_in_parts(size: int, contiguous: bool) -> None:
 
     assert averaged(emas[0]).dtype == torch.float32
     assert torch.equal(averaged(emas[0]), averaged(emas[1]))
-
-
-def test_the_bits_of_torch() -> None:
-    """With "same" the average has the bits of torch's `AveragedModel` with a multi-tensor EMA."""
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-
-    model = model_of(torch.randn(100, generator=torch.Generator().manual_seed(0)))
-    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.97))
-    ours = modkit.EMA(model, decay=0.97, precision="same")
-    for step in range(20):
-        set_to(model, torch.randn(100, generator=torch.Generator().manual_seed(step)))
-        theirs.update_parameters(model)
-        ours.update()
-
-    assert torch.equal(averaged(ours), theirs.module.weight)
 
 
 def test_random_rounding_depends_on_the_seed_alone() -> None:
@@ -158,17 +131,6 @@ def test_in_what_an_average_is_kept(dtype, kept: list[str]) -> None:
     found = [str(kept_dtype(dtype, precision)) for precision in PRECISIONS]
 
     assert found == [f"torch.{name}" for name in kept]
-
-
-def test_another_device_keeps_the_average_there() -> None:
-    """An average that is told a device stays there, whatever the model does."""
-    model = model_of([1.0], torch.bfloat16)
-    ema = modkit.EMA(model, decay=0.5, device="cpu")
-    ema.update()
-
-    assert averaged(ema).device == torch.device("cpu")
-    with pytest.raises(RuntimeError, match=r"[Dd]evice"):
-        modkit.EMA(model, device="nowhere")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

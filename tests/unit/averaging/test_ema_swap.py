@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import pickle
+import re
 import sys
 import threading
 import warnings
@@ -53,46 +54,8 @@ def test_pointers_change_places() -> None:
     assert counted.calls == []
 
 
-def test_blocks_may_be_nested() -> None:
-    """Nested blocks of one average, and of another one inside, are restored in order."""
-    model = model_of([8.0])
-    first, second = half(model), modkit.EMA(model, decay=0.0)
-    set_to(model, [2.0])
-    second.update()
-    set_to(model, [8.0])
-    seen = []
-    with first.applied():
-        seen.append(model.weight.item())
-        with first.applied():
-            seen.append(model.weight.item())
-            with second.applied():
-                seen.append(model.weight.item())
-            seen.append(model.weight.item())
-        seen.append(model.weight.item())
-
-    assert seen == [4.0, 4.0, 2.0, 4.0, 4.0]
-    assert model.weight.item() == 8.0
-
-
-def test_an_exception_puts_the_weights_back() -> None:
-    """After any event inside, the training weights are restored and the average is unchanged."""
-    net = network()
-    ema = half(net)
-    before, average = state_of(net), averaged(ema, "0.weight").clone()
-
-    def fail() -> None:
-        with ema.applied():
-            raise KeyError("inside")
-
-    with pytest.raises(KeyError, match="inside"):
-        fail()
-
-    assert same_state(net, before)
-    assert torch.equal(averaged(ema, "0.weight"), average)
-
-
-def test_before_the_first_update_nothing_is_applied() -> None:
-    """Without an average the block sees the training weights, and copying has no effect."""
+def test_without_an_average_nothing_is_applied() -> None:
+    """Before the first update the block sees the training weights, and copying has no effect."""
     model = model_of([3.0])
     ema = modkit.EMA(model, update_after_step=10)
     ema.update()
@@ -100,84 +63,54 @@ def test_before_the_first_update_nothing_is_applied() -> None:
         inside = model.weight.item()
     ema.copy_to()
 
-    assert inside == model.weight.item() == 3.0
-    assert torch.equal(ema.averaged_model().weight, model.weight)
+    assert inside == model.weight.item() == ema.averaged_model().weight.item() == 3.0
 
 
-def test_no_update_and_no_load_inside() -> None:
-    """Both would take the average for the weights, and say so."""
-    net = network()
-    ema = half(net)
-    with ema.applied():
-        with pytest.raises(RuntimeError, match=r"update\(\) was called inside applied\(\)"):
-            ema.update()
-        with pytest.raises(
-            RuntimeError, match=r"load_state_dict\(\) was called inside applied\(\)"
-        ):
-            ema.load_state_dict(ema.state_dict())
-
-    assert ema.step == 2
-
-
-def test_an_attached_optimizer_takes_no_step_inside() -> None:
-    """The step is refused before it changes a weight."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ema = modkit.EMA(net).attach(optimizer)
-    train(net, optimizer, 0, 2)
-    before = state_of(net)
-    with (
-        ema.applied(),
-        pytest.raises(RuntimeError, match=r"optimizer.step\(\) was called inside applied\(\)"),
-    ):
-        optimizer.step()
-
-    assert same_state(net, before)
-    assert ema.step == 2
-
-
-def test_writing_inside_is_noticed() -> None:
-    """Weights that the block has written to are named at its end, and the raw ones are back."""
-    model = model_of([8.0])
+@for_each("dtype", [torch.float32, torch.bfloat16])
+@for_each("fails", [False, True])
+def test_writing_inside_is_noticed(dtype, fails) -> None:
+    """The error names the weights, or is a note of that of the block; the training weights are back."""
+    model = model_of([8.0], dtype)
     ema = half(model)
 
     def write() -> None:
         with ema.applied():
             set_to(model, [1.0])
+            if fails:
+                raise KeyError("inside")
 
-    with pytest.raises(RuntimeError, match=r"weight was written to inside applied\(\)"):
+    with pytest.raises(KeyError if fails else RuntimeError) as caught:
         write()
+    texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
 
+    if not fails or sys.version_info >= (3, 11):
+        assert "weight was written to inside applied()" in texts[-1]
+        assert ("the change is lost" in texts[-1]) == (dtype == torch.bfloat16)
     assert model.weight.item() == 8.0
+    assert averaged(ema).item() == (1.0 if dtype == torch.float32 else 4.0)
 
 
-def test_training_goes_on_as_without_a_block() -> None:
-    """Evaluating the average after each step changes no bit of the training."""
-    nets = [network(), network()]
-    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
-    ema = modkit.EMA(nets[0]).attach(optimizers[0])
-    for step in range(6):
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net.train(), optimizer, step, step + 1)
-        nets[0].eval()
-        with ema.applied(), torch.no_grad():
-            nets[0](torch.ones(1, 4))
+@for_each("state", ["applied()", "copy_to() and restore()"])
+def test_an_attached_optimizer_does_not_train_the_average(state) -> None:
+    """The step is refused before it changes a weight, and taken afterwards."""
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net).attach(optimizer)
+    train(net, optimizer, 0, 2)
+    with contextlib.ExitStack() as stack:
+        if state == "applied()":
+            stack.enter_context(ema.applied())
+        else:
+            ema.store()
+            ema.copy_to()
+            stack.callback(ema.restore)
+        held = state_of(net)
+        with pytest.raises(RuntimeError, match=rf"step\(\) was called .*{re.escape(state)}"):
+            optimizer.step()
 
-    assert same_state(nets[0], nets[1].state_dict())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_an_average_in_more_bits_is_cast(dtype) -> None:
-    """A 16-bit model computes in its own dtype inside, and the average keeps its bits."""
-    net = network(dtype)
-    ema = half(net)
-    average = averaged(ema, "0.weight").clone()
-    with ema.applied():
-        inside = net[0].weight.detach().clone()
-
-    assert inside.dtype == dtype
-    assert torch.equal(inside, average.to(dtype))
-    assert torch.equal(averaged(ema, "0.weight"), average)
+        assert same_state(net, held)
+    train(net, optimizer, 2, 3)
+    assert ema.step == 3
 
 
 def test_another_model_may_get_the_average() -> None:
@@ -224,15 +157,6 @@ def test_restoring_drops_what_was_stored() -> None:
         ema.restore()
 
 
-def test_nothing_is_stored_inside() -> None:
-    """Inside `applied()` the model holds the average, which is not what is to be stored."""
-    ema = half(network())
-    with ema.applied(), pytest.raises(RuntimeError, match=r"store\(\) was called inside"):
-        ema.store()
-    with pytest.raises(RuntimeError, match="nothing is stored"):
-        ema.restore()
-
-
 def test_a_model_of_the_average() -> None:
     """It is a copy of the class, in evaluation mode, without gradients, and shares nothing."""
     net = network()
@@ -245,6 +169,45 @@ def test_a_model_of_the_average() -> None:
     assert net.training
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not (averaged(ema, "0.weight") == 7.0).any()
+
+
+# --- several averages in one model at the same time ---------------------------------------------
+
+
+def two_averages() -> tuple[nn.Module, "modkit.EMA[nn.Module]", "modkit.EMA[nn.Module]"]:
+    """Return a model that holds 8, an average of it that is 4, and one that is 2."""
+    model = model_of([8.0])
+    first, second = half(model), modkit.EMA(model, decay=0.0)
+    set_to(model, [2.0])
+    second.update()
+    set_to(model, [8.0])
+    return model, first, second
+
+
+def test_blocks_may_be_nested() -> None:
+    """Blocks of one average, and of another one inside, are restored in order.
+
+    Inside, states hold the training weights, and neither average is updated.
+    """
+    model, first, second = two_averages()
+    seen = []
+    with first.applied():
+        seen.append(model.weight.item())
+        with first.applied():
+            seen.append(model.weight.item())
+            with second.applied():
+                seen.append(model.weight.item())
+                states = [first.state_dict(), second.state_dict()]
+            seen.append(model.weight.item())
+        for ema in first, second:
+            with pytest.raises(RuntimeError, match=r"update\(\) was called inside applied\(\)"):
+                ema.update()
+        seen.append(model.weight.item())
+
+    assert seen == [4.0, 4.0, 2.0, 4.0, 4.0]
+    assert [state["raw"]["weight"].item() for state in states] == [8.0, 8.0]
+    assert model.weight.item() == 8.0
+    assert (first.step, second.step) == (2, 1)
 
 
 def test_several_averages_by_index() -> None:
@@ -263,28 +226,6 @@ def test_several_averages_by_index() -> None:
     assert ema.averaged_model(index=1).weight.item() == 0.75
 
 
-# --- several averages in one model at the same time ---------------------------------------------
-
-
-def two_averages() -> tuple[nn.Module, "modkit.EMA[nn.Module]", "modkit.EMA[nn.Module]"]:
-    """Return a model that holds 8, an average of it that is 4, and one that is 2."""
-    model = model_of([8.0])
-    first, second = half(model), modkit.EMA(model, decay=0.0)
-    set_to(model, [2.0])
-    second.update()
-    set_to(model, [8.0])
-    return model, first, second
-
-
-def test_states_inside_nested_blocks_hold_the_raw_weights() -> None:
-    """Each of two averages tells the weights of the training, not the average around it."""
-    _, first, second = two_averages()
-    with first.applied(), second.applied():
-        states = [first.state_dict(), second.state_dict()]
-
-    assert [state["raw"]["weight"].item() for state in states] == [8.0, 8.0]
-
-
 def test_another_model_is_not_saved_as_the_raw_one() -> None:
     """With the average in another model the state has no training weights: this model holds its own."""
     model, other = model_of([8.0]), model_of([-99.0])
@@ -295,18 +236,6 @@ def test_another_model_is_not_saved_as_the_raw_one() -> None:
 
     assert "raw" not in state
     assert ema.step == 3
-
-
-def test_no_average_of_an_average() -> None:
-    """An average is not updated while another one is in the model."""
-    _, first, second = two_averages()
-    with (
-        first.applied(),
-        pytest.raises(RuntimeError, match=r"update\(\) was called inside applied\(\)"),
-    ):
-        second.update()
-
-    assert second.step == 1
 
 
 def test_blocks_may_end_in_any_order() -> None:
@@ -321,6 +250,25 @@ def test_blocks_may_end_in_any_order() -> None:
 
     assert (between, model.weight.item()) == (2.0, 8.0)
     assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
+
+
+@for_each("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+@for_each("holds", ["applied", "copied"])
+def test_a_copy_made_meanwhile_has_the_training_weights(copied, holds) -> None:
+    """The copy goes on as if the model had never held the average."""
+    model = model_of([8.0])
+    ema = half(model)
+    if holds == "applied":
+        with ema.applied():
+            other = copied(ema)
+    else:
+        ema.store()
+        ema.copy_to()
+        other = copied(ema)
+    other.update()
+
+    assert other.model.weight.item() == 8.0
+    assert (averaged(other).item(), averaged(ema).item()) == (6.0, 4.0)
 
 
 class WithAverages(nn.Module):
@@ -353,72 +301,6 @@ def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
     assert other.ema.model is other
     assert torch.equal(other.linear.weight, expected)
     assert torch.equal(model.ema.averaged_model().linear.weight, expected - 1.0)
-
-
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))],
-    ids=["deepcopy", "pickle"],
-)
-def test_a_copy_made_inside_has_the_raw_weights(copied) -> None:
-    """The copy goes on as if it had been made outside of the block."""
-    model = model_of([8.0])
-    ema = half(model)
-    with ema.applied():
-        other = copied(ema)
-    other.update()
-
-    assert other.model.weight.item() == 8.0
-    assert (averaged(other).item(), averaged(ema).item()) == (6.0, 4.0)
-
-
-def test_an_error_inside_says_that_the_average_has_changed() -> None:
-    """The error of the block comes out, with a note."""
-    model = model_of([8.0])
-    ema = half(model)
-
-    def fail() -> None:
-        with ema.applied():
-            set_to(model, [1.0])
-            raise KeyError("inside")
-
-    with pytest.raises(KeyError, match="inside") as caught:
-        fail()
-
-    if sys.version_info >= (3, 11):
-        assert "was written to inside applied()" in caught.value.__notes__[0]
-    assert model.weight.item() == 8.0
-
-
-def test_writing_to_a_cast_copy_is_in_vain() -> None:
-    """Where the average is kept in more bits it does not change, and the message says so."""
-    model = model_of([8.0], torch.bfloat16)
-    ema = half(model)
-
-    def write() -> None:
-        with ema.applied():
-            set_to(model, [1.0])
-
-    with pytest.raises(RuntimeError, match="the change is lost"):
-        write()
-
-    assert (model.weight.item(), averaged(ema).item()) == (8.0, 4.0)
-
-
-def test_a_cast_inside_is_noticed() -> None:
-    """A model that is converted inside is as before afterwards, which the error says."""
-    model = model_of([8.0])
-    ema = half(model)
-
-    def convert() -> None:
-        with ema.applied():
-            model.double()
-
-    with pytest.raises(RuntimeError, match="was cast, moved or replaced inside"):
-        convert()
-
-    assert model.weight.dtype == torch.float32
-    assert averaged(ema).item() == 4.0
 
 
 def test_a_swap_that_ends_while_another_is_looked_up_hides_nothing(monkeypatch) -> None:
@@ -477,15 +359,9 @@ def test_two_threads_may_swap_averages_into_one_model(monkeypatch) -> None:
 # --- members that are replaced inside a block ----------------------------------------------------
 
 
-def assign(net: nn.Module) -> None:
-    """Assign another parameter."""
-    net[0].weight = nn.Parameter(torch.zeros(6, 4))
-
-
 def load_by_assignment(net: nn.Module) -> None:
     """Load tensors that take the place of the parameters."""
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    net.load_state_dict(state, assign=True)
+    net.load_state_dict(state_of(net), assign=True)
 
 
 def fuse(net: nn.Module) -> None:
@@ -495,17 +371,16 @@ def fuse(net: nn.Module) -> None:
     net[1] = nn.Identity()
 
 
-def delete(net: nn.Module) -> None:
-    """Delete a parameter."""
-    del net[3].bias
+REPLACES = {
+    "assign": lambda net: setattr(net[0], "weight", nn.Parameter(torch.zeros(6, 4))),
+    "load": load_by_assignment,
+    "fuse": fuse,
+    "delete": lambda net: delattr(net[3], "bias"),
+    "parametrize": lambda net: torch.nn.utils.parametrizations.weight_norm(net[0]),
+}
 
 
-def parametrize(net: nn.Module) -> None:
-    """Move a parameter below a parametrization."""
-    torch.nn.utils.parametrizations.weight_norm(net[0])
-
-
-@for_each("change", [assign, load_by_assignment, fuse, delete, parametrize])
+@for_each("change", REPLACES)
 @for_each("ending", ["normal", "error"])
 def test_replaced_members_are_put_back(change, ending) -> None:
     """A block that replaces parameters or modules ends with an error, and the model is as before."""
@@ -516,7 +391,7 @@ def test_replaced_members_are_put_back(change, ending) -> None:
 
     def work() -> None:
         with ema.applied():
-            change(net)
+            REPLACES[change](net)
             if ending == "error":
                 raise KeyError("inside")
 
@@ -556,14 +431,18 @@ def test_replaced_buffers_are_put_back(change, policy) -> None:
     assert same_state(net, before)
 
 
-def test_ignored_buffers_may_be_replaced() -> None:
-    """A buffer that has no average keeps what a forward inside a block assigned."""
+def test_what_has_no_average_may_change() -> None:
+    """A block may add modules and buffers, as lazy caches do, and replace ignored buffers."""
     net = network()
     ema = half(net, buffers="ignore")
     with ema.applied():
+        net.add_module("head", nn.Linear(2, 1))
+        net[1].register_buffer("cache", torch.ones(2))
         net[1].running_mean = torch.full((6,), 7.0)
 
-    assert net[1].running_mean.tolist() == [7.0] * 6
+    assert isinstance(net.head, nn.Linear)
+    assert net[1].cache.eq(1).all()
+    assert net[1].running_mean.eq(7).all()
 
 
 def test_removed_parametrizations_are_put_back() -> None:
@@ -584,18 +463,6 @@ def test_removed_parametrizations_are_put_back() -> None:
 
     assert same_state(net, before)
     assert torch.equal(net(batch), expected)
-
-
-def test_new_members_stay() -> None:
-    """A block may add modules and buffers, as lazy caches do."""
-    net = network()
-    ema = half(net)
-    with ema.applied():
-        net.add_module("head", nn.Linear(2, 1))
-        net[1].register_buffer("cache", torch.ones(2))
-
-    assert isinstance(net.head, nn.Linear)
-    assert net[1].cache.eq(1).all()
 
 
 # --- between copy_to() and restore() ------------------------------------------------------------
@@ -640,24 +507,6 @@ def test_a_copied_average_is_not_taken_for_the_training_weights(call) -> None:
     assert same_state(net, before)
 
 
-def test_an_attached_optimizer_does_not_train_a_copied_average() -> None:
-    """The step is refused before it changes a weight, and taken after restore()."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ema = modkit.EMA(net).attach(optimizer)
-    train(net, optimizer, 0, 2)
-    ema.store()
-    ema.copy_to()
-    copied = state_of(net)
-    with pytest.raises(RuntimeError, match=r"step\(\) was called between copy_to\(\) and restore"):
-        optimizer.step()
-
-    assert same_state(net, copied)
-    ema.restore()
-    train(net, optimizer, 2, 3)
-    assert ema.step == 3
-
-
 def test_restoring_over_a_change_warns() -> None:
     """A step of an optimizer that is not attached is not thrown away without a word."""
     net = network()
@@ -683,18 +532,6 @@ def test_another_model_gets_a_copy_without_a_window() -> None:
     ema.restore()
 
     assert ema.step == 3
-
-
-def test_a_copy_of_the_average_made_in_between_has_the_training_weights() -> None:
-    """A deep copy goes on with the training weights."""
-    model = model_of([8.0])
-    ema = half(model)
-    ema.store()
-    ema.copy_to()
-    other = copy.deepcopy(ema)
-    other.update()
-
-    assert (other.model.weight.item(), model.weight.item()) == (8.0, 4.0)
 
 
 def test_all_of_a_model_is_written_or_nothing() -> None:
@@ -746,13 +583,6 @@ def test_an_integer_buffer_that_evaluation_changes_can_be_ignored() -> None:
 
     assert model.position == 1
     assert "position" not in dict(ignored.named_averages())
-
-
-def test_a_glob_for_integers_may_say_average() -> None:
-    """They have no average, so they are copied."""
-    ema = half(Cached(), buffers={"*": "average"})
-
-    assert dict(ema.named_averages())["position"].dtype == torch.int64
 
 
 def unusual(kind: str) -> torch.Tensor:
@@ -814,22 +644,3 @@ def test_a_buffer_that_torch_cannot_average_or_copy_is_refused_by_name(kind, pol
             pass
 
     assert ema.n_averaged == 3
-
-
-@for_each("layout", ["coo", "csr"])
-def test_a_sparse_parameter_is_refused_before_the_first_update(layout) -> None:
-    """Torch cannot average it, so it is named at once, and can be left out."""
-    model = nn.Linear(2, 2)
-    dense = torch.eye(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        sparse = dense.to_sparse() if layout == "coo" else dense.to_sparse_csr()
-    model.adjacency = nn.Parameter(sparse)
-    ema = modkit.EMA(model)
-    with pytest.raises(RuntimeError, match=r"adjacency has the layout torch.sparse_.*exclude='adj"):
-        ema.update()
-    other = modkit.EMA(model, exclude="adjacency")
-    other.update()
-    other.update()
-
-    assert (ema.step, other.step) == (0, 2)

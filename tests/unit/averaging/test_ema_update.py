@@ -1,4 +1,3 @@
-import copy
 import math
 
 import pytest
@@ -12,27 +11,11 @@ from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.unit.averaging.recipes import (
     PRECISIONS,
-    CountCalls,
-    as_accelerator,
     averaged,
     model_of,
     network,
     set_to,
 )
-
-
-def test_the_first_update_copies_and_the_next_average() -> None:
-    """The average is `decay` parts of itself and the rest of the weights, after a first copy."""
-    model = model_of([1.0, 4.0])
-    ema = modkit.EMA(model, decay=0.75)
-    ema.update()
-    first = averaged(ema).clone()
-    set_to(model, [2.0, 0.0])
-    ema.update()
-
-    assert torch.equal(first, torch.tensor([1.0, 4.0]))
-    assert torch.equal(averaged(ema), torch.tensor([1.25, 3.0]))
-    assert (ema.step, ema.n_averaged) == (2, 2)
 
 
 def test_nothing_is_averaged_before_update_after_step() -> None:
@@ -64,17 +47,6 @@ def test_update_every_keeps_the_memory(every: int) -> None:
     assert averaged(ema).item() == pytest.approx(0.99**200, rel=1e-9)
 
 
-def test_the_equal_schedule_is_the_mean() -> None:
-    """With `Equal` every model weighs the same, as in stochastic weight averaging."""
-    model = model_of(0.0, torch.float64)
-    ema = modkit.EMA(model, schedule=schedules.Equal())
-    for value in range(10):
-        set_to(model, float(value))
-        ema.update()
-
-    assert averaged(ema).item() == pytest.approx(4.5, rel=1e-12)
-
-
 @for_each("precision", PRECISIONS)
 def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
     """Averages that share a pass are those that separate objects would have kept."""
@@ -91,31 +63,6 @@ def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
         expected = dict(ema.named_averages())
         for name, value in together.named_averages(index):
             assert torch.equal(value, expected[name])
-
-
-@for_each(
-    "options",
-    [
-        {},
-        {"schedule": schedules.Equal()},
-        {"schedule": schedules.Power(sigma_rel=0.1), "update_every": 3},
-        {"decay": [0.9, 0.99]},
-        {"buffers": "average"},
-        {"on_nonfinite": "skip"},
-        *({"precision": precision} for precision in PRECISIONS),
-    ],
-    ids=str,
-)
-def test_no_update_waits_for_the_device(options, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No value of a tensor is read by Python in any kind of update after the copy."""
-    as_accelerator(monkeypatch)
-    ema = modkit.EMA(network(torch.bfloat16), **options)
-    ema.update()
-    with CountCalls("_local_scalar_dense") as counted:
-        for _ in range(6):
-            ema.update()
-
-    assert counted.calls == []
 
 
 # --- matching --------------------------------------------------------------------------------------
@@ -152,30 +99,6 @@ def test_a_model_that_changed_is_refused_whole(change, named: str) -> None:
     assert (ema.step, ema.n_averaged) == (1, 1)
     for (_, value), (_, old) in zip(ema.named_averages(), before, strict=True):
         assert torch.equal(value, old)
-
-
-def test_wrappers_do_not_change_names() -> None:
-    """An average goes into a model that is wrapped for distributed training or compilation."""
-    net = network()
-    ema = modkit.EMA(net, decay=0.5)
-    ema.update()
-    set_to(net, torch.tensor(3.0))
-
-    class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    for wrapped in (
-        Wrapper(copy.deepcopy(net)),
-        Wrapper(torch.compile(copy.deepcopy(net), backend="eager")),
-    ):
-        ema.copy_to(wrapped)
-        names = [name.split(".")[-2:] for name, _ in ema.named_averages() if "bias" in name]
-
-        assert names
-        for value, (_, average) in zip(wrapped.parameters(), ema.named_averages(), strict=False):
-            assert torch.equal(value, average)
 
 
 @for_each("outer", ["ema", "model"])
@@ -448,66 +371,3 @@ def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> N
     if precision != "stochastic" or dtype != torch.bfloat16:
         assert torch.equal(averaged(skipping), averaged(plain))
     assert averaged(skipping).isfinite().all()
-
-
-def test_a_step_that_is_not_finite_is_refused() -> None:
-    """With "raise" the parameter is named and the average stays."""
-    model = model_of([1.0])
-    ema = modkit.EMA(model, decay=0.5, on_nonfinite="raise")
-    ema.update()
-    set_to(model, [math.nan])
-
-    with pytest.raises(RuntimeError, match="weight is not finite"):
-        ema.update()
-
-    assert averaged(ema).item() == 1.0
-    assert ema.step == 1
-
-
-def test_averages_do_not_begin_with_what_is_not_finite() -> None:
-    """With "skip" the copy waits for a step that is finite."""
-    model = model_of([math.inf])
-    ema = modkit.EMA(model, decay=0.5, on_nonfinite="skip")
-    ema.update()
-    waiting = list(ema.named_averages())
-    set_to(model, [3.0])
-    ema.update()
-
-    assert waiting == []
-    assert averaged(ema).item() == 3.0
-
-
-# --- what is refused -------------------------------------------------------------------------------
-
-
-@for_each(
-    ("options", "error", "message"),
-    [
-        ({"decay": 1.5}, ValueError, "decay"),
-        ({"decay": []}, ValueError, "decay must not be an empty list"),
-        ({"decay": 0.5, "schedule": schedules.Equal()}, ValueError, "decay or schedule, not both"),
-        ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
-        ({"update_every": 1.5}, TypeError, "update_every must be an int, got 1.5"),
-        ({"update_after_step": -1}, ValueError, "update_after_step must be 0 or more, got -1"),
-        ({"seed": "1"}, ValueError, "EMA: seed must be an int of at most 64 bits, got '1'"),
-        ({"seed": 1 << 64}, ValueError, "seed must be an int of at most 64 bits"),
-        ({"precision": "bf16"}, ValueError, "precision must be one of 'same', 'fp32'"),
-        ({"buffers": "drop"}, ValueError, "buffers must be one of 'copy', 'average', 'ignore'"),
-        (
-            {"buffers": {"*": "drop"}},
-            ValueError,
-            "buffers must be one of 'copy', 'average', 'ignore'",
-        ),
-        (
-            {"on_nonfinite": "stop"},
-            ValueError,
-            "on_nonfinite must be one of 'ignore', 'skip', 'raise'",
-        ),
-        ({"include": "head.*"}, ValueError, r"include='head.\*', exclude=None.*select none of the"),
-    ],
-    ids=str,
-)
-def test_wrong_options_are_refused(options, error, message: str) -> None:
-    """The message names the option and the value."""
-    with pytest.raises(error, match=message):
-        modkit.EMA(network(), **options)

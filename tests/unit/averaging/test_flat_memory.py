@@ -1,9 +1,7 @@
 """Memory of small averages: saved, shared, replaced and freed like that of any tensors."""
 
 import gc
-import io
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,6 @@ import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS
-
-
-DECAYS = {"ema": 0.5}
 
 
 def zoo() -> nn.Module:
@@ -62,16 +57,12 @@ def tensors_in(state: Any) -> dict[str, Tensor]:
     return {f"{key}/{path}": t for key, value in items for path, t in tensors_in(value).items()}
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-def test_every_shape_is_averaged(decay: str) -> None:
+def test_every_shape_is_averaged() -> None:
     """In a zoo of tensors each average is that of an EMA of this parameter alone."""
     model = zoo()
-    ema = modkit.EMA(model, schedule=DECAYS[decay], precision="same")
+    ema = modkit.EMA(model, 0.5, precision="same")
     names = [name for name, _ in model.named_parameters()]
-    single = {
-        name: modkit.EMA(model, schedule=DECAYS[decay], precision="same", include=name)
-        for name in names
-    }
+    single = {name: modkit.EMA(model, 0.5, precision="same", include=name) for name in names}
     for seed in range(4):
         walk(model, seed)
         ema.update()
@@ -83,34 +74,18 @@ def test_every_shape_is_averaged(decay: str) -> None:
 
 
 @for_each("precision", PRECISIONS)
-@for_each("decay", DECAYS)
-def test_the_state_of_an_ema_has_a_storage_for_each_tensor(
-    precision: Any, decay: str, tmp_path: Path
-) -> None:
-    """Files are as large as the tensors, and what is loaded is independent."""
+@for_each("face", ["EMA", "AveragedModel"])
+def test_a_state_has_a_storage_for_each_tensor(face: str, precision: Any, tmp_path: Path) -> None:
+    """Files of torch and safetensors are as large as the tensors; what is loaded is independent."""
     model = zoo()
-    ema = modkit.EMA(model, schedule=[DECAYS[decay], 0.9], precision=precision)
-    for seed in range(3):
-        walk(model, seed)
-        ema.update()
-    check_files(ema.state_dict(), tmp_path)
-
-
-@for_each("precision", PRECISIONS)
-def test_the_state_of_an_averaged_model_has_a_storage_for_each_tensor(
-    precision: Any, tmp_path: Path
-) -> None:
-    """Files are as large as the tensors, and what is loaded is independent."""
-    model = zoo()
+    ema = modkit.EMA(model, [0.5, 0.9], precision=precision)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), precision=precision)
     for seed in range(3):
         walk(model, seed)
+        ema.update()
         average.update_parameters(model)
-    check_files(average.state_dict(), tmp_path)
-
-
-def check_files(state: dict[str, Any], folder: Path) -> None:
-    """Save and load with torch and with safetensors."""
+    state = ema.state_dict() if face == "EMA" else average.state_dict()
+    folder = tmp_path
     found = tensors_in(state)
     storages = [t.untyped_storage() for t in found.values() if t.numel()]
     assert len({one.data_ptr() for one in storages}) == len(storages)
@@ -143,118 +118,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
 
 
-def share(average: nn.Module) -> None:
-    """Move all tensors into shared memory."""
-    average.share_memory()
-
-
-def assign_data(average: nn.Module) -> None:
-    """Give one tensor other memory."""
-    average[1].weight.data = average[1].weight.data * 3
-
-
-def transpose(average: nn.Module) -> None:
-    """Let a tensor see the same memory in another order."""
-    average[1].weight.data = average[1].weight.data.t()
-
-
-def widen(average: nn.Module) -> None:
-    """Cast all."""
-    average.double()
-
-
-def narrow(average: nn.Module) -> None:
-    """Cast all to 16 bits."""
-    average.half()
-
-
-def load_by_assignment(average: nn.Module) -> None:
-    """Replace all parameters."""
-    average.load_state_dict(layers().state_dict(), assign=True)
-
-
-def convert_by_swapping(average: nn.Module) -> None:
-    """Cast all, by exchanging what the parameters are."""
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        average.double()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
-def replace_layer(average: nn.Module) -> None:
-    """Put another layer in the place of one."""
-    torch.manual_seed(9)
-    average[2] = nn.Linear(3, 3)
-
-
-MOVES = [
-    share,
-    assign_data,
-    transpose,
-    widen,
-    narrow,
-    load_by_assignment,
-    convert_by_swapping,
-    replace_layer,
-]
-
-
-# Torch's EMA takes averages of the dtype of the model only.
-CASTS = (widen, narrow, convert_by_swapping)
-
-
-@for_each(
-    ("move", "rule"),
-    [
-        (one, rule)
-        for one in MOVES
-        for rule in ("equal", "ema")
-        if one not in CASTS or rule == "equal"
-    ],
-)
-def test_an_averaged_model_is_that_of_torch_after(move: Callable[..., None], rule: str) -> None:
-    """Whatever is done to the averaged copy, the next updates are bitwise those of torch."""
-    model = layers()
-    states = []
-    for impl in (modkit.optim.swa_utils, torch.optim.swa_utils):
-        chosen = {"multi_avg_fn": impl.get_ema_multi_avg_fn(0.5)} if rule == "ema" else {}
-        average = impl.AveragedModel(model, **chosen)
-        for seed in range(6):
-            walk(model, seed)
-            average.update_parameters(model)
-            if seed == 2:
-                move(average.module)
-        states.append(average.state_dict())
-    ours, theirs = states
-    for name, tensor in theirs.items():
-        assert ours[name].dtype == tensor.dtype
-        assert ours[name].equal(tensor), name
-
-
-@pytest.mark.parametrize("move", [share, assign_data, transpose])
-def test_an_ema_after(move: Callable[..., None]) -> None:
-    """Averages that the user gave other memory are those that are updated."""
-    model = layers()
-    ema = modkit.EMA(model, 0.5)
-    ema.update()
-    names = [name for name, _ in model.named_parameters()]
-    averages = dict(ema.named_averages())
-    if move is share:
-        for tensor in averages.values():
-            tensor.share_memory_()
-    elif move is assign_data:
-        averages["1.weight"].data = averages["1.weight"].data * 3
-    else:
-        averages["1.weight"].data = averages["1.weight"].data.t()
-    expected = {name: averages[name].clone() for name in names}
-    walk(model, 1)
-    ema.update()
-    for name, parameter in model.named_parameters():
-        moved = torch.lerp(expected[name], parameter.detach(), 0.5)
-        assert dict(ema.named_averages())[name].equal(moved)
-
-
 # --- life time -------------------------------------------------------------------------------------
 
 
@@ -284,32 +147,6 @@ def test_memory_is_freed() -> None:
         assert buffers[0]() is None
     finally:
         gc.enable()
-
-
-def test_two_emas_of_one_model() -> None:
-    """They share nothing but the model."""
-    model = layers()
-    slow, fast = modkit.EMA(model, 0.75), modkit.EMA(model, 0.5)
-    with torch.no_grad():
-        for value in (0.0, 4.0):
-            for parameter in model.parameters():
-                parameter.fill_(value)
-            slow.update()
-            fast.update()
-    assert all(tensor.eq(1.0).all() for _, tensor in slow.named_averages())
-    assert all(tensor.eq(2.0).all() for _, tensor in fast.named_averages())
-
-
-def test_a_saved_ema_loads_in_another_process() -> None:
-    """``torch.save`` of the state through a buffer, as queues and stores do."""
-    ema = modkit.EMA(layers(), 0.5)
-    ema.update()
-    buffer = io.BytesIO()
-    torch.save(ema.state_dict(), buffer)
-    buffer.seek(0)
-    other = modkit.EMA(layers(), 0.5)
-    other.load_state_dict(torch.load(buffer, weights_only=True))
-    assert all(t.equal(dict(ema.named_averages())[name]) for name, t in other.named_averages())
 
 
 @pytest.mark.parametrize(

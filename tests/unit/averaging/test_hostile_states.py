@@ -15,6 +15,7 @@ from modkit import schedules
 from modkit.averaging.posthoc import find_snapshots, fit_power, reconstruct
 from modkit.errors import FileError
 from tests.helpers import freeze
+from tests.unit.averaging.recipes import diffusers_state
 
 
 WEIGHT = torch.ones(2, 2)
@@ -85,16 +86,7 @@ def assert_refused(state: Any, load: Callable[[Any], Any], observed: Callable[[]
 
 
 STATES: dict[str, Any] = {
-    "diffusers": {
-        "shadow_params": [WEIGHT],
-        "optimization_step": 3,
-        "update_after_step": 0,
-        "decay": 0.9,
-        "min_decay": 0.0,
-        "use_ema_warmup": True,
-        "inv_gamma": 1.0,
-        "power": 0.6,
-    },
+    "diffusers": diffusers_state([WEIGHT]) | {"optimization_step": 3, "update_after_step": 0},
     "torch_ema": {"shadow_params": [WEIGHT], "num_updates": 3, "decay": 0.9},
     "lightning": {"averaging_state": {"n_averaged": 3}, "state_dict": net().state_dict()},
     "ema_pytorch": {

@@ -91,8 +91,14 @@ class RaiseAtLine:
             sys.settrace(before)
 
 
-@for_each(("kind", "ending"), [(KeyboardInterrupt, "normal"), (RuntimeError, "error")])
-@for_each("make", [plain, cast, with_sparse_buffers])
+@for_each(
+    ("make", "kind", "ending"),
+    [
+        (plain, KeyboardInterrupt, "normal"),
+        (cast, RuntimeError, "error"),
+        (with_sparse_buffers, KeyboardInterrupt, "normal"),
+    ],
+)
 def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     """After an exception at any line, the training weights are in the model, and the averages are kept."""
     model = make()
@@ -115,18 +121,6 @@ def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
         assert all(map(torch.equal, dense([*model.parameters(), *model.buffers()]), weights))
         assert all(map(torch.equal, dense(v for _, v in ema.named_averages()), averages))
     assert counted.lines > 60
-
-
-@for_each("make", [plain, with_sparse_buffers])
-def test_buffers_without_an_address_are_swapped(make) -> None:
-    """A sparse buffer, such as an adjacency matrix, is swapped in and restored with the parameters."""
-    model = make()
-    ema = average_of(model)
-    with ema.applied():
-        inside = model[0].weight.clone()
-
-    assert inside.eq(1.5).all()
-    assert model[0].weight.eq(2.0).all()
 
 
 def test_a_write_to_a_sparse_buffer_is_noticed() -> None:
@@ -241,7 +235,7 @@ def bombard(signals: int, layers: int) -> dict[str, object]:
 
 def test_signals_at_random_moments_break_nothing() -> None:
     """Ctrl-C in an update, a swap, a copy or a load leaves weights, averages, counters and modes whole."""
-    assert bombard(120, 10) == {"signals": 120, "faults": {}}
+    assert bombard(60, 10) == {"signals": 60, "faults": {}}
 
 
 @pytest.mark.slow

@@ -1,4 +1,3 @@
-import copy
 import io
 import pickle
 
@@ -66,17 +65,6 @@ def test_names_with_dots_are_no_ways(tmp_path) -> None:
 
     assert found.step == 2
     assert freeze(found.state_dict()) == freeze(ema.state_dict())
-
-
-def test_another_precision_takes_what_was_saved(tmp_path) -> None:
-    """An average in two numbers goes on from one in a single number, as with load_state_dict."""
-    ema, _ = trained(decay=0.9)
-    dcp.save({"ema": ema.state_dict()}, checkpoint_id=tmp_path)
-    one, other = (modkit.EMA(ema.model, decay=0.9, precision="compensated") for _ in range(2))
-    load_averages(one, tmp_path)
-    other.load_state_dict(copy.deepcopy(ema.state_dict()))
-
-    assert freeze(one.state_dict()) == freeze(other.state_dict())
 
 
 class Trap:

@@ -144,35 +144,6 @@ def test_a_given_step_replaces_the_counter_of_the_state():
     assert averaged(ema)[0].item() == pytest.approx(3.0 + (1.0 - 3.0) * 0.5**10)
 
 
-@for_each(
-    ("step", "kind", "message"),
-    [
-        (-1, ValueError, "step must be 0 or more, got -1"),
-        (1.0, TypeError, "step must be an int, got 1.0"),
-        (True, TypeError, "step must be an int, got True"),
-        ("9", TypeError, "step must be an int, got '9'"),
-    ],
-)
-def test_an_invalid_step(step, kind, message):
-    """It is refused before anything changes."""
-    ema = modkit.EMA(model_of(torch.zeros(2)), 0.5)
-    with pytest.raises(kind, match=message):
-        ema.load_state_dict(STATES["timm"], step=step)
-
-    assert (ema.step, ema.n_averaged) == (0, 0)
-
-
-@for_each("state", ["own", "empty"])
-def test_a_step_beside_a_counter_of_modkit(state):
-    """A state of modkit has exact counters, and an empty one has no averages."""
-    ema = modkit.EMA(model_of(torch.zeros(2)), 0.5)
-    ema.update()
-    with pytest.raises(ValueError, match="got step=3"):
-        ema.load_state_dict(ema.state_dict() if state == "own" else {}, step=3)
-
-    assert (ema.step, ema.n_averaged) == (1, 1)
-
-
 def test_the_callback_passes_the_step():
     """It loads states of other libraries as the EMA does."""
     model = model_of(torch.zeros(2))

@@ -53,29 +53,6 @@ def test_globs_that_match_nothing(face: Any, options: dict[str, Any], unused: st
         face(model, **options)
 
 
-USED: list[dict[str, Any]] = [
-    {"include": "*", "exclude": "*.bias", "buffers": {"*": "average"}},
-    {"include": lambda name: True, "exclude": lambda name: False},
-    {"include": ["0.*", "3.weight"], "buffers": {"*.num_batches_tracked": "copy", "*": "copy"}},
-    {"buffers": {"*.running_mean": "average"}},
-]
-
-
-@for_each("face", FACES)
-@for_each("options", USED)
-def test_globs_that_match(face: Any, options: dict[str, Any]) -> None:
-    """Predicates and "*" cannot be misspelt; integer buffers, though always copied, have names."""
-    model = network()
-    update(face(model, **options), model)
-
-
-@for_each("face", FACES)
-def test_a_glob_for_all_buffers_of_a_model_without_any(face: Any) -> None:
-    """A configuration for several models may say what becomes of buffers."""
-    model = nn.Linear(2, 2)
-    update(face(model, buffers={"*": "average"}), model)
-
-
 @for_each("face", FACES)
 def test_globs_of_buffers_that_are_none(face: Any) -> None:
     """They are tensors later, under the same names."""
@@ -177,15 +154,10 @@ NUMBER = "must be a number, a schedule or a function of the step"
     ("options", "message"),
     [
         ({"decay": "0.99"}, f"EMA: decay {NUMBER}, got '0.99'"),
-        ({"decay": b"0.99"}, f"EMA: decay {NUMBER}, got b'0.99'"),
         ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
         ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
-        ({"decay": True}, f"EMA: decay {NUMBER}, got True"),
         ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
-        ({"schedule": [None]}, f"EMA: schedule {NUMBER}, got None"),
-        ({"schedule": torch.tensor(0.5)}, rf"EMA: schedule {NUMBER}, got tensor\(0.5"),
         ({"schedule": schedules.Equal}, r"EMA: schedule must be an instance, such as Equal\(...\)"),
-        ({"decay": schedules.Equal}, r"EMA: decay must be an instance, such as Equal\(...\)"),
         ({"schedule": [0.5, schedules.Power]}, r"EMA: schedule must be an instance, such as Power"),
     ],
 )
@@ -193,12 +165,6 @@ def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str
     """The error names the argument and the whole value."""
     with pytest.raises(TypeError, match=message):
         face(network(), **options)
-
-
-def test_an_empty_list_of_schedules() -> None:
-    """The error names the argument."""
-    with pytest.raises(ValueError, match="EMA: schedule must not be an empty list"):
-        modkit.EMA(network(), schedule=[])
 
 
 # --- delays that are set later -------------------------------------------------------------------------
@@ -263,19 +229,6 @@ def test_subclasses_may_define_the_delays() -> None:
     assert not hasattr(modkit.EMA, "update_every")
 
 
-def test_snapshots_of_post_hoc_averages(tmp_path: Any) -> None:
-    """The interval can be changed, to what the constructor takes."""
-    averages = modkit.PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
-    for value in (0, 3, -2):
-        with pytest.raises(ValueError, match=f"a multiple of update_every=2, got {value}"):
-            averages.snapshot_every = value
-    averages.snapshot_every = 4
-    for _ in range(4):
-        averages.update()
-
-    assert len(list(tmp_path.iterdir())) == 2
-
-
 def test_a_model_that_contains_itself_is_named():
     """The walk over the names ends at once, and not in a bare overflow of the stack."""
     model = nn.Sequential(nn.Linear(1, 1))
@@ -299,9 +252,9 @@ def test_a_model_deeper_than_the_recursion_limit_has_an_average():
 # --- the wrong class ---------------------------------------------------------------------------------
 
 
-@for_each("name", ["cosine", "equal", "c"])
-def test_a_schedule_that_is_a_name(name: str) -> None:
+def test_a_schedule_that_is_a_name() -> None:
     """The error lists the classes of schedules."""
+    name = "cosine"
     classes = [kind for kind in schedules.__all__ if isinstance(getattr(schedules, kind), type)]
     saved = [kind for kind in classes if kind not in {"Schedule", "Custom"}]
     message = f"EMA: schedule {NUMBER}, got {name!r}. Schedules are instances of the classes in "
@@ -347,12 +300,3 @@ def test_the_callback_for_loops_in_a_trainer(attribute: str, package: str) -> No
         getattr(callback, attribute)
 
     assert not hasattr(copy.deepcopy(callback), attribute)
-
-
-def test_an_attribute_that_no_trainer_reads() -> None:
-    """The error is Python's."""
-    with pytest.raises(AttributeError) as error:
-        modkit.EMACallback(network()).averages
-
-    assert str(error.value) == "'EMACallback' object has no attribute 'averages'"
-    assert error.value.name == "averages"

@@ -5,7 +5,6 @@ The rows are those of docs/migration.md, which has each schedule as it is evalua
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ from modkit import schedules
 from tests.cases import for_each
 from tests.unit.averaging.recipes import averaged, model_of, set_to
 
-
-PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
 
 NAMES = {"m": 0.002, "g": 30, "d": 0.98, "tau": 20.0, "k": 1, "total": 60}
 
@@ -149,18 +146,3 @@ def test_a_schedule_gives_the_averages_of_the_formula(options: str, make: Any, k
         found.append(averaged(ema).item())
 
     assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
-
-
-@for_each("options", [options for options, _ in ROWS])
-def test_the_page_has_the_schedule(options: str) -> None:
-    """The table has it as it is tested."""
-    assert f"| `{options}`" in PAGE.read_text(encoding="utf-8")
-
-
-def test_a_debiased_average_is_a_weighted_mean_of_all_models() -> None:
-    """Its weights are those of an exponential window that ends now: they sum to 1 from the start."""
-    d = 0.98
-    weights = schedules.profile(lambda n: d * (1 - d**n) / (1 - d ** (n + 1)), 50)
-    window = [(1 - d) * d ** (50 - step) / (1 - d**51) for step in range(51)]
-
-    assert weights == pytest.approx(window, rel=1e-12)

@@ -2,7 +2,6 @@ import pytest
 import torch
 from torch import nn
 
-import modkit
 from modkit.averaging.foreign_states import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
 from tests.cases import for_each
@@ -122,18 +121,6 @@ def test_names_of_compiled_models(state):
     assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
 
 
-@for_each(("step", "n_averaged"), [(0, 0), (1, 0), (100, 0), (101, 1), (102, 2), (5000, 4900)])
-def test_count_of_diffusers(step, n_averaged):
-    """The next decay of the schedule is the one that diffusers would take, copies being decay 0."""
-    ema = modkit.EMA(Net(), schedule=CountWarmup())
-    ema.load_state_dict(DIFFUSERS | {"optimization_step": step})
-
-    assert (ema.step, ema.n_averaged, ema.update_after_step) == (step, n_averaged, 100)
-    next_step = max(0, (step + 1) - 100 - 1)
-    reference = 0.0 if next_step <= 0 else min(1 - (1 + next_step) ** -0.75, 0.9999)
-    assert ema.schedules[0](n_averaged) == pytest.approx(reference, abs=1e-12)
-
-
 def test_warm_up_of_diffusers():
     """Without its warm-up, diffusers counts up all the same; integers are taken for numbers."""
     state = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
@@ -149,20 +136,6 @@ def test_constant_decay_of_torch_ema():
     assert not converted.has_counter
 
 
-@for_each(
-    ("initted", "step", "n_averaged"),
-    [(False, 0, 0), (True, 1, 0), (True, 100, 0), (True, 101, 1), (True, 111, 11)],
-)
-def test_count_of_ema_pytorch(initted, step, n_averaged):
-    """Steps before ema-pytorch's `update_after_step`, which its state does not hold, are not averaged."""
-    ema = modkit.EMA(Net(), 0.5, update_after_step=100)
-    ema.load_state_dict(
-        EMA_PYTORCH | {"initted": torch.tensor(initted), "step": torch.tensor(step)}
-    )
-
-    assert (ema.step, ema.n_averaged) == (step, n_averaged)
-
-
 def test_lists_of_trained_parameters():
     """A list that is shorter has the names of the parameters that train."""
     model = Net()
@@ -172,19 +145,6 @@ def test_lists_of_trained_parameters():
     state = DIFFUSERS | {"shadow_params": [PARAMETERS["head.bias"], PARAMETERS["norm.weight"]]}
 
     assert convert(state, model).averages.keys() == {"head.bias", "norm.weight"}
-
-
-@pytest.mark.parametrize("state", [DIFFUSERS, TORCH_EMA], ids=["diffusers", "torch_ema"])
-def test_lists_that_do_not_fit(state):
-    """A list of another length, or in another order, is refused instead of averaging the wrong tensors."""
-    tensors = state["shadow_params"]
-
-    with pytest.raises(ValueError, match="holds 3 tensors without names, and the model has 4"):
-        convert(state | {"shadow_params": tensors[:3]}, Net())
-    with pytest.raises(
-        ValueError, match=r"where 'head.weight' has the shape \(1, 2\) it has \(1,\)"
-    ):
-        convert(state | {"shadow_params": tensors[::-1]}, Net())
 
 
 def test_tied_parameters_in_lists():

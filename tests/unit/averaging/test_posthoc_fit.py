@@ -64,7 +64,7 @@ def test_average_that_is_at_hand():
     assert (fit.error, fit.bound) == (0.0, 0.0)
 
 
-@for_each("sigma_rel", [0.03, 0.07, 0.15, 0.25])
+@for_each("sigma_rel", [0.03, 0.15])
 def test_error_is_the_distance_of_the_profiles(sigma_rel):
     """The error is that of the weights of all steps, added up as a fine sum of a long run."""
     averages = grid((0.05, 0.1), 2000, 20_000)
@@ -79,13 +79,6 @@ def test_error_is_the_distance_of_the_profiles(sigma_rel):
     distance = (combined - wanted).norm() / wanted.norm()
     assert fit.error == pytest.approx(float(distance), rel=0.01)
     assert fit.bound == pytest.approx(float((combined - wanted).norm()) * 20_000**0.5, rel=0.01)
-
-
-def test_error_shrinks_with_more_snapshots():
-    """Twice the snapshots make the error about four times smaller."""
-    errors = [fit_power(grid((0.05, 0.1), every, 2000), 0.15, 2000).error for every in (200, 100)]
-
-    assert errors[1] < errors[0] / 3
 
 
 @for_each(

@@ -11,7 +11,7 @@ import modkit
 from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, update_bn
 from tests.cases import for_each
-from tests.helpers import Implementation, freeze
+from tests.helpers import freeze
 from tests.unit.averaging.recipes import network
 
 
@@ -64,30 +64,6 @@ def test_batches_weigh_as_many_samples_as_they_have(
     check(layer, data, **(rough if dtype == torch.bfloat16 else CLOSE))
     assert layer.running_mean.dtype == dtype
     assert layer.momentum == 0.1
-
-
-def test_the_mean_is_that_of_all_samples() -> None:
-    """Torch's plain mean over batches gives a sample of a small batch more weight."""
-    data = batches(SIZES, 5)
-    layers = nn.BatchNorm1d(5), nn.BatchNorm1d(5)
-    update_bn(data, layers[0])
-    update_bn(data, layers[1], weight_by_samples=True)
-    expected = torch.cat(data).double().mean(0)
-
-    torch.testing.assert_close(layers[1].running_mean.double(), expected, **CLOSE)
-    assert (layers[0].running_mean - expected).abs().max() > 0.1
-
-
-def test_batches_of_one_size_make_no_difference(impl: Implementation) -> None:
-    """The result is that of the default, on torch too, but for rounding."""
-    data = batches([6] * 7, 5, 4, 4)
-    layers = impl.nn.BatchNorm2d(5), nn.BatchNorm2d(5)
-    impl.update_bn(data, layers[0])
-    update_bn(data, layers[1], weight_by_samples=True)
-
-    torch.testing.assert_close(layers[1].running_mean, layers[0].running_mean)
-    torch.testing.assert_close(layers[1].running_var, layers[0].running_var)
-    assert layers[1].num_batches_tracked == layers[0].num_batches_tracked
 
 
 def test_a_layer_that_is_called_twice() -> None:
