@@ -11,7 +11,7 @@ from tests.helpers import Implementation, freeze
 
 pytestmark = pytest.mark.distributed
 
-SCRIPT = Path(__file__).with_name("training.py")
+SCRIPT = Path(__file__).with_name("elastic.py")
 
 
 def launched(impl: Implementation, folder: Path, fatal_step: int) -> dict[str, Any]:
