@@ -147,21 +147,6 @@ def test_blocks_nest_and_survive_errors(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == loss_of(tmp_path / "plain", averaged)
 
 
-@pytest.mark.parametrize(("index", "error"), [(2, IndexError), (-1, IndexError), ("0", TypeError)])
-def test_an_index_that_no_average_has(tmp_path: Path, index: Any, error: type[Exception]) -> None:
-    """It is refused before anything is changed."""
-    callback = EMACallback([0.5, 0.9])
-    run = trainer(tmp_path, callback, max_steps=1)
-    run.train()
-    raw, modes = weights(run.model), modes_of(run.model)
-    with pytest.raises(error, match="EMA: index"), callback.evaluating(index=index):
-        pass
-
-    assert equal(weights(run.model), raw)
-    assert modes_of(run.model) == modes
-    assert run.evaluate()["eval_loss"] == loss_of(tmp_path, callback.ema.averaged_model())
-
-
 @pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights", "applied"])
 def test_training_inside_a_block(tmp_path: Path, name: str) -> None:
     """A `train()` where the model may hold the average is refused before it loads or changes anything."""
