@@ -11,7 +11,7 @@ from tests.unit.migrations.networks import equal
 from tests.unit.migrations.test_real_cases import test_back, test_up  # noqa: F401 - they run here, too
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.__name__)
+@pytest.fixture(params=CASES, scope="module", ids=lambda case: case.__name__)
 def case(request):
     """Return a migration with what the library's own code makes of it, or skip."""
     return request.param()

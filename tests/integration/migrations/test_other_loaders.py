@@ -44,35 +44,6 @@ def holds(model, old):
     return equal(model.state_dict(), mig.migrate(model, old.state_dict()))
 
 
-def test_timm(tmp_path):
-    """`load_checkpoint` of timm migrates, with and without versions."""
-    models = library("timm.models")
-    old = network(OldLayer)
-
-    for number, state in enumerate((old.state_dict(), dict(old.state_dict()))):
-        model, file = network(Layer), tmp_path / f"{number}.pt"
-        torch.save(state, file)
-        models.load_checkpoint(model, file)
-
-        assert holds(model, old)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_lightning(tmp_path):
-    """Checkpoints of Lightning keep the versions of modules, and `load_from_checkpoint` migrates."""
-    pl = library("lightning.pytorch")
-    old = network(OldLayer, pl.LightningModule)
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(accelerator="cpu", **options)
-    trainer.strategy.connect(old)
-    trainer.save_checkpoint(tmp_path / "old.ckpt")
-
-    cls = type(network(Layer, pl.LightningModule))
-    model = cls.load_from_checkpoint(tmp_path / "old.ckpt", map_location="cpu")
-
-    assert holds(model, old)
-
-
 def test_peft():
     """A declared layer migrates inside PEFT's, whose adapters are below the renamed layer."""
     peft = library("peft")
@@ -115,18 +86,6 @@ def test_transformers():
 
     assert found["missing_keys"] == {"layer.out.weight", "layer.out.bias"}
     assert not rest["missing_keys"]
-    assert holds(model, old)
-
-
-def test_accelerate(tmp_path):
-    """`load_checkpoint_in_model` needs a migrated file, too."""
-    accelerate = library("accelerate")
-    old, model = network(OldLayer), network(Layer)
-    torch.save(old.state_dict(), tmp_path / "old.pt")
-    mig.migrate_file(model, tmp_path / "old.pt", tmp_path / "new.safetensors")
-
-    accelerate.load_checkpoint_in_model(model, str(tmp_path / "new.safetensors"))
-
     assert holds(model, old)
 
 
