@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import modkit
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.property.average_references import tolerance
-from tests.property.zoo import build, has_average, move, tensors
+from tests.property.average_models import build, has_average, move, tensors, tolerance
 
 
 Floats = NDArray[np.float64]
@@ -295,16 +294,3 @@ def test_random_runs(run: Run) -> None:
     """At any width and step, interval of updates and point of interruption."""
     with tempfile.TemporaryDirectory() as folder:
         check(run, Path(folder))
-
-
-@for_each("sigma_rel", [0.01, 0.05, 0.1, 0.2, 0.28])
-def test_the_exponent_of_the_reference(sigma_rel: float) -> None:
-    """The weights of the reference have the width that was asked for."""
-    weights = weights_of(sigma_rel, 20_000)
-    times = torch.linspace(0, 1, 20_001, dtype=torch.float64)
-    middles = (times[1:] + times[:-1]) / 2
-    average = (weights * middles).sum()
-
-    assert float(weights.sum()) == pytest.approx(1)
-    spread = float((weights * (middles - average) ** 2).sum().sqrt())
-    assert spread == pytest.approx(sigma_rel, rel=1e-5)

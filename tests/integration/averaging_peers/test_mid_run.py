@@ -3,7 +3,6 @@
 # ruff: noqa: D102 - the classes that they derive from say what the methods do
 
 import importlib
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 import modkit
 from modkit import schedules
 from tests.cases import for_each
-from tests.integration.averaging_peers.peers import timm_model_ema
+from tests.integration.averaging_peers import peers
 from tests.unit.averaging import mid_run
 from tests.unit.averaging.mid_run import DECAY, DELAYS, check_each_switch
 
@@ -24,116 +23,83 @@ def _float64():
     torch.set_default_dtype(torch.float32)
 
 
-class EmaPytorch(mid_run.EmaPytorch):
-    def __init__(self, model, after, every):
+class OfLibrary(mid_run.Average):
+    """The average of a library; the other base class is its equivalent in a few lines."""
+
+    peer = None
+    options = {}
+
+    def __init__(self, model, after=0, every=1):
         super().__init__(model, after, every)
-        library = pytest.importorskip("ema_pytorch")
-        self.theirs = library.EMA(model, beta=DECAY, update_after_step=after, update_every=every)
+        delays = {"update_after_step": after, "update_every": every}
+        chosen = {name: value for name, value in delays.items() if name in self.delays}
+        try:
+            self.theirs = self.peer(model, DECAY, **chosen, **self.options)
+        except ModuleNotFoundError as error:
+            pytest.skip(f"could not import {error.name or error}")
 
     def update(self):
+        self.calls += 1
         self.theirs.update()
 
     def value(self):
-        return self.theirs.ema_model.weight.detach()
+        return self.theirs.values()["weight"].detach()
 
     def state_dict(self):
         return self.theirs.state_dict()
 
 
-class Diffusers(mid_run.Diffusers):
-    warmup = False
+class EmaPytorch(OfLibrary, mid_run.EmaPytorch):
+    peer = peers.EmaPytorch
+    delays = ("update_after_step", "update_every")
 
-    def __init__(self, model, after):
-        super().__init__(model, after)
-        library = pytest.importorskip("diffusers.training_utils")
-        self.theirs = library.EMAModel(
-            model.parameters(), decay=DECAY, update_after_step=after, use_ema_warmup=self.warmup
-        )
 
-    def update(self):
-        self.theirs.step(self.model.parameters())
+class Diffusers(OfLibrary, mid_run.Diffusers):
+    peer = peers.Diffusers
+    delays = ("update_after_step",)
 
-    def value(self):
-        return self.theirs.shadow_params[0]
 
-    def state_dict(self):
-        return self.theirs.state_dict()
+class WarmupPeer(peers.Diffusers):
+    def make(self, model, decay, **options):
+        self.trainable_only = False
+        library = importlib.import_module("diffusers.training_utils")
+        return library.EMAModel(model.parameters(), decay=decay, use_ema_warmup=True, **options)
 
 
 class DiffusersWithWarmup(Diffusers):
-    warmup = True
+    peer = WarmupPeer
 
     def ours(self):
         schedule = schedules.InverseGamma(power=2 / 3, decay=DECAY)
         return modkit.EMA(self.model, schedule=schedule, update_after_step=self.after)
 
 
-class TorchEma(mid_run.TorchEma):
-    def __init__(self, model):
-        super().__init__(model)
-        library = pytest.importorskip("torch_ema")
-        self.theirs = library.ExponentialMovingAverage(model.parameters(), decay=DECAY)
-
-    def update(self):
-        self.theirs.update()
-
-    def value(self):
-        return self.theirs.shadow_params[0]
-
-    def state_dict(self):
-        return self.theirs.state_dict()
+class TorchEma(OfLibrary, mid_run.TorchEma):
+    peer = peers.TorchEma
+    delays = ()
 
 
-class Timm(mid_run.Timm):
-    def __init__(self, model, after):
-        super().__init__(model, after)
-        try:
-            library = timm_model_ema()
-        except ModuleNotFoundError:
-            pytest.skip("could not import 'timm'")
-        self.theirs = library.ModelEmaV3(
-            model, decay=DECAY, update_after_step=after, use_warmup=True
-        )
-
-    def update(self):
-        self.calls += 1
-        self.theirs.update(self.model, step=self.calls)
-
-    def value(self):
-        return self.theirs.module.weight.detach()
-
-    def state_dict(self):
-        return self.theirs.state_dict()
+class Timm(OfLibrary, mid_run.Timm):
+    peer = peers.Timm
+    delays = ("update_after_step",)
+    options = {"warmup": True}
 
 
-class Lightning(mid_run.Lightning):
+class Lightning(OfLibrary, mid_run.Lightning):
     """The callback with what its Trainer calls, and the checkpoint that a Trainer writes."""
 
-    def __init__(self, model, after, every):
-        super().__init__(model, after, every)
-        pytest.importorskip("lightning")
-        library = importlib.import_module("lightning.pytorch")
-        self.trainer, self.module = SimpleNamespace(global_step=0), library.LightningModule()
-        self.module.net = model
-        self.theirs = library.callbacks.EMAWeightAveraging(
-            decay=DECAY, update_every_n_steps=every, update_starting_at_step=after
-        )
-        self.theirs.setup(self.trainer, self.module, "fit")
-
-    def update(self):
-        self.trainer.global_step += 1
-        self.theirs.on_train_batch_end(self.trainer, self.module, None, None, 0)
-
-    def value(self):
-        return self.theirs._average_model.module.net.weight.detach()
+    peer = peers.Lightning
+    delays = ("update_after_step", "update_every")
 
     def state_dict(self):
-        checkpoint = {"state_dict": self.module.state_dict()}
-        checkpoint |= {"global_step": self.trainer.global_step}
-        self.theirs.on_save_checkpoint(self.trainer, self.module, checkpoint)
+        checkpoint = self.theirs.state_dict()
         # The model here is the module's child.
         averages = {k.removeprefix("net."): v for k, v in checkpoint["state_dict"].items()}
-        return {**checkpoint, "state_dict": averages}
+        return {
+            **checkpoint,
+            "state_dict": averages,
+            "global_step": self.theirs.trainer.global_step,
+        }
 
 
 @for_each("delay", DELAYS)

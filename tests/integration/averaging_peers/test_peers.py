@@ -84,11 +84,3 @@ def test_going_on(library):
     averages = dict(ours.named_averages())
     for name, _ in model.named_parameters():
         torch.testing.assert_close(averages[name], values[name], rtol=1e-5, atol=1e-6)
-
-
-class Configured(nn.Sequential):
-    """A network that is made from its configuration, as transformers has them."""
-
-    def __init__(self, config):
-        super().__init__(nn.Linear(config, 4), nn.Tanh(), nn.Linear(4, 1))
-        self.config = config
