@@ -225,46 +225,33 @@ def test_a_checkpoint_without_averages_is_told(tmp_path) -> None:
     assert ema.ema.n_averaged == runs.BATCHES
 
 
-def test_going_on_from_lightnings_own_averages(tmp_path) -> None:
-    """Training weights and averages are those that WeightAveraging has saved."""
+@pytest.mark.parametrize("every", [1, 5])
+def test_going_on_from_lightnings_own_averages(every, tmp_path) -> None:
+    """Training weights, averages and the steps until the next update are those that were saved."""
 
     class Start(pl.Callback):
         def on_train_start(self, trainer, pl_module) -> None:
             self.raw = pl_module.net[0].weight.detach().clone()
             self.average = runs.average_of(ema).clone()
+            self.steps = trainer.global_step, ema.ema.step
+            self.n_averaged = ema.ema.n_averaged
 
-    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False)
+    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False, update_every_n_steps=every)
     runs.fit(tmp_path, ema=theirs, after=[runs.Saver(tmp_path)])
     saved = torch.load(tmp_path / "mid-epoch.ckpt", weights_only=True)
-    start, ema = Start(), EMACallback(decay=0.9)
+    schedule = modkit.schedules.PerUpdate(0.9)
+    start, ema = Start(), EMACallback(schedule=schedule, update_every=every)
     # Lightning wants its own callback back.
     with pytest.warns(UserWarning, match="Please add the following callbacks"):
         runs.fit(tmp_path, start, ema=ema, resume=tmp_path / "mid-epoch.ckpt")
 
+    steps = start.steps[0]
     assert torch.equal(start.raw, saved["current_model_state"]["net.0.weight"])
     assert torch.equal(start.average, saved["state_dict"]["net.0.weight"])
-    assert ema.ema.n_averaged == 2 * runs.BATCHES
-
-
-def test_going_on_between_updates_of_lightnings_own_averages(tmp_path) -> None:
-    """With `update_every`, the next update is after as many steps as it was there."""
-
-    class Start(pl.Callback):
-        def on_train_start(self, trainer, pl_module) -> None:
-            self.steps = trainer.global_step, ema.ema.step
-            self.n_averaged = ema.ema.n_averaged
-
-    theirs = callbacks.EMAWeightAveraging(decay=0.9, use_buffers=False, update_every_n_steps=5)
-    runs.fit(tmp_path, ema=theirs, after=[runs.Saver(tmp_path)])
-    schedule = modkit.schedules.PerUpdate(0.9)
-    start, ema = Start(), EMACallback(schedule=schedule, update_every=5)
-    with pytest.warns(UserWarning, match="Please add the following callbacks"):
-        runs.fit(tmp_path, start, ema=ema, resume=tmp_path / "mid-epoch.ckpt")
-
-    steps = start.steps[0]
-    assert steps % 5 != 1
+    assert every == 1 or steps % every != 1
     assert start.steps == (steps, steps)
-    assert start.n_averaged == 1 + (steps - 1) // 5
+    assert start.n_averaged == 1 + (steps - 1) // every
+    assert ema.ema.n_averaged == 1 + (2 * runs.BATCHES - 1) // every
 
 
 def test_batch_normalization_statistics_of_the_average(tmp_path) -> None:
