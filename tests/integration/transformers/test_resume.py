@@ -21,7 +21,7 @@ from tests.integration.transformers.trainers import (
 
 
 # The accumulated batches, the steps to resume from (of two epochs of 6 batches each), the precision, and
-# what a checkpoint holds. In 16 bits the model is one of those that round or compensate.
+# what a checkpoint holds. The model is in bf16 where these round or compensate.
 CASES = [
     *((1, step, "fp32", save) for step in (1, 6, 9, 12) for save in ("average", "raw")),
     *((2, step, "fp32", "average") for step in (2, 3)),
