@@ -69,6 +69,14 @@ def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     lockstep(spec, operations)
 
 
+def test_a_few_sequences_of_the_long_run() -> None:
+    """12 sequences, of trees outside and inside `fast_inference`, show no difference."""
+    found = long_run.portion(0, 12)
+
+    assert found["differences"] == []
+    assert sum(found["kinds"].values()) > 150
+
+
 @pytest.mark.parametrize(
     ("spec", "operations"),
     [
