@@ -1,7 +1,7 @@
 """The random trees' own classes on torch."""
 
 from tests.helpers import TORCH
-from tests.property.nodes import define_classes
+from tests.property.classes import define_classes
 
 
 globals().update(define_classes(TORCH, __name__))

@@ -1,7 +1,8 @@
-"""Operations on modules as objects: cycles, comparison, copies of pieces, sharing, odd names."""
+"""Operations on modules as objects: cycles, comparison, copies, odd names; compiled code and averages."""
 
 import copy
 import dataclasses
+import functools
 import gc
 import io
 import pickle
@@ -11,15 +12,103 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from tests.helpers import freeze
 from tests.property import choices, scoped_operations
-from tests.property.compiled_operations import result_or_error
-from tests.property.node_tools import LOG
-from tests.property.observation import observe, positions
+from tests.property.classes import LOG, plain_text
+from tests.property.observation import distinct_modules, observe, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
-from tests.property.state_operations import refuse_keys_below_none
-from tests.property.tree_operations import forward_and_backward
+from tests.property.scoped_calls import has_old_backward_hooks, make_input, result_of
+from tests.property.tree_operations import forward_and_backward, refuse_keys_below_none
+
+
+# Trees of more modules take long to compile.
+MOST_MODULES: Final = 6
+# Times to call what was compiled: the second call is checked by guards, and may compile again.
+TIMES: Final = choices.integers(1, 2)
+
+
+class Graphs:
+    """A backend of `torch.compile` that runs graphs as they are, and keeps their code."""
+
+    def __init__(self) -> None:
+        self.codes: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Keep the code of a graph."""
+        self.codes.append(graph.code)
+        return graph.forward
+
+
+def plain_error(error: Exception) -> RuntimeError:
+    """Return an error without the addresses and the source lines that dynamo quotes."""
+    text = plain_text(error).partition("\n\nfrom user code")[0]
+    return RuntimeError(f"{type(error).__name__}: {re.sub('0x[0-9a-f]+', '0x', text)}")
+
+
+def result_or_error(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or the text of its exception."""
+    try:
+        return freeze(function())
+    except Exception as error:
+        return str(plain_error(error))
+
+
+def run_compiled(side: Any, compiled: Callable[..., Any], graphs: Graphs, times: int) -> Any:
+    """Call what was compiled; return the results, the errors and the code of all graphs."""
+    found = [
+        result_or_error(lambda: result_of(compiled, make_input(side, "own"), {}))
+        for _ in range(times)
+    ]
+    # Dynamo gives the graphs that it makes ids, which a patched method logs.
+    LOG[:] = [re.sub(r"\b\d{12,}\b", "id", repr(entry)) for entry in LOG]
+    return found, graphs.codes
+
+
+def small(side: Any, module: Any) -> Any:
+    """Return the root, or the module if the tree takes long to compile; skip what does, too."""
+    for target in (side.model, module):
+        if len(distinct_modules(target)) <= MOST_MODULES:
+            return target
+    raise Skipped
+
+
+@operation(TIMES, choices.booleans())
+def call_compiled(side: Any, module: Any, times: int, full: bool) -> Any:
+    """Compile the root or a module with `torch.compile`, and call the result."""
+    target = small(side, module)
+    torch._dynamo.reset()
+    graphs = Graphs()
+    return run_compiled(side, torch.compile(target, backend=graphs, fullgraph=full), graphs, times)
+
+
+@operation(TIMES)
+def compile_in_place(side: Any, module: Any, times: int) -> Any:
+    """Compile a module with its method `compile()`, and call the root or the module."""
+    target = small(side, module)
+    torch._dynamo.reset()
+    graphs = Graphs()
+    before = module.__dict__.get("_compiled_call_impl")
+    module.compile(backend=graphs)
+    try:
+        return run_compiled(side, target, graphs, times)
+    finally:
+        module._compiled_call_impl = before
+
+
+@operation()
+def trace_module(side: Any, module: Any) -> Any:
+    """Trace any module with `torch.fx`; return the graph, the code and the names of submodules."""
+    if has_old_backward_hooks(module):
+        raise Skipped
+    # Tracers of one process share their count of constants.
+    torch.fx.Tracer._qualname_counter.clear()
+    try:
+        traced = torch.fx.symbolic_trace(module)
+    except Exception as error:
+        raise plain_error(error) from error
+    return str(traced.graph), traced.code, [name for name, _ in traced.named_modules()]
 
 
 WALKS: Final = (
@@ -380,3 +469,94 @@ def load_in_place(side: Any, module: Any, *arguments: Any) -> Any:
     finally:
         LOG.clear()
     return scoped_operations.load_in_place(side, module, *arguments)
+
+
+FUNCTIONS: Final = ("default", "ema", "swa", "multi ema", "multi swa")
+
+
+def silent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Drop the calls of the average, since torch's walks the tree differently."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any) -> Any:
+        try:
+            return function(*args)
+        finally:
+            LOG.clear()
+
+    return wrapper
+
+
+def members(model: Any) -> list[Any]:
+    """List names, shapes, dtypes and ties of the parameters and buffers."""
+    seen: dict[int, int] = {}
+    named = [*model.named_parameters(remove_duplicate=False)]
+    named += model.named_buffers(remove_duplicate=False)
+    return [
+        (name, None if is_lazy(t) else t.shape, t.dtype, seen.setdefault(id(t), len(seen)))
+        for name, t in named
+    ]
+
+
+@operation(choices.sampled_from(FUNCTIONS), choices.booleans())
+@silent
+def make_averaged_model(side: Any, module: Any, function: str, use_buffers: bool) -> list[Any]:
+    """Average the tree with one of the library's functions."""
+    utils = side.impl.swa_utils
+    attributes = (v for module in distinct_modules(side.model) for v in module.__dict__.values())
+    tensors = [*side.model.parameters(), *side.model.buffers()]
+    tensors += [value for value in attributes if isinstance(value, torch.Tensor)]
+    if any(is_lazy(tensor) or not tensor.is_leaf for tensor in tensors):
+        raise Skipped
+    options: dict[str, Any] = {
+        "default": {},
+        "ema": {"avg_fn": utils.get_ema_avg_fn(0.5)},
+        "swa": {"avg_fn": utils.get_swa_avg_fn()},
+        "multi ema": {"multi_avg_fn": utils.get_ema_multi_avg_fn(0.5)},
+        "multi swa": {"multi_avg_fn": utils.get_swa_multi_avg_fn()},
+    }[function]
+    floating = all(b.is_floating_point() for b in side.model.buffers())
+    averaged = utils.AveragedModel(side.model, use_buffers=use_buffers and floating, **options)
+    side.averages[:] = [averaged]
+    return observe(averaged.module)
+
+
+@operation(
+    choices.sampled_from(["update", "update", "update", "call", "state", "load", "copy", "pickle"])
+)
+@silent
+def use_averaged_model(side: Any, module: Any, method: str) -> Any:
+    """Update the average, or use it."""
+    if not side.averages:
+        raise Skipped
+    averaged = side.averages[0]
+    if method == "update":
+        # Torch's average cannot be updated twice without parameters, a listed difference.
+        if not [*side.model.parameters()] or members(side.model) != members(averaged.module):
+            raise Skipped
+        averaged.update_parameters(side.model)
+    elif method == "call":
+        with torch.no_grad():
+            return averaged(torch.ones(2, 3))
+    elif method == "state":
+        return averaged.state_dict()
+    elif method == "load":
+        return repr(averaged.load_state_dict(averaged.state_dict()))
+    elif method == "copy":
+        side.averages[0] = averaged = copy.deepcopy(averaged)
+    elif averaged.avg_fn is not None or averaged.multi_avg_fn is not None:
+        raise Skipped
+    else:
+        side.averages[0] = averaged = pickle.loads(pickle.dumps(averaged))
+    return averaged.n_averaged, observe(averaged.module)
+
+
+@operation(choices.booleans())
+def state_of_average(side: Any, module: Any, load: bool) -> Any:
+    """Save the state of an EMA, perhaps to load it again."""
+    if side.ema is None:
+        raise Skipped
+    state = side.ema.state_dict()
+    if load:
+        side.ema.load_state_dict(copy.deepcopy(state))
+    return sorted(state)

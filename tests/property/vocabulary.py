@@ -4,16 +4,11 @@ from collections.abc import Iterable
 from typing import Final
 
 from tests.property import (
-    average_operations,
-    changing_operations,
     choices,
-    compiled_operations,
     global_operations,
-    hook_operations,
     object_operations,
     operations,
     scoped_operations,
-    state_operations,
     tree_operations,
 )
 from tests.property.operations import FAVOURED, OPERATIONS, Kind, Operation, of_kind
@@ -21,15 +16,10 @@ from tests.property.scoped_calls import SCOPED
 
 
 FILES: Final = (
-    average_operations,
-    changing_operations,
-    compiled_operations,
     global_operations,
-    hook_operations,
     object_operations,
     operations,
     scoped_operations,
-    state_operations,
     tree_operations,
 )
 # Operations of the sequences inside `fast_inference` that apply to any tree.

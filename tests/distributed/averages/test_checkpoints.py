@@ -81,29 +81,25 @@ def load_all(kinds: list[str], folder: Path) -> dict[str, Any]:
     return {"states": found, "local": local, "moved": moved}
 
 
-@pytest.mark.parametrize(
-    ("rows", "kinds"),
-    [
-        pytest.param([7], SHORT, id="1"),
-        pytest.param([3, 3, 1], SHORT, id="3"),
-        pytest.param([7], EVERY, id="1-every kind", marks=pytest.mark.distributed),
-        pytest.param([4, 3], EVERY, id="2-every kind", marks=pytest.mark.distributed),
-        pytest.param([3, 3, 1], EVERY, id="3-every kind", marks=pytest.mark.distributed),
-    ],
-)
-def test_averages_of_two_processes_load_on_others(
-    rows: list[int], kinds: list[str], tmp_path: Path
-) -> None:
+def check_loaded(saved: dict[str, Any], loaded: list[Any], rows: list[int]) -> None:
+    """Assert that each rank has all bits of the averages, in its rows of the 7."""
+    for rank, found in enumerate(loaded):
+        assert differing(found["states"], saved["states"]) == []
+        local = (len(rows) > 1, rows[rank], 7)
+        assert found["local"] == dict.fromkeys(found["states"], local)
+        assert all(found["moved"].values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("rows", [[7], [4, 3], [3, 3, 1]], ids=["1", "2", "3"])
+def test_every_kind_of_average_loads_on_other_ranks(rows: list[int], tmp_path: Path) -> None:
     """Every average has all its bits, in shards of 7 rows for the processes that are there now."""
     folder = tmp_path / "checkpoint"
-    saved = run(2, save_all, kinds, folder, folder=tmp_path / "save")
-    loaded = run(len(rows), load_all, kinds, folder, folder=tmp_path / "load")
+    saved = run(2, save_all, EVERY, folder, folder=tmp_path / "save")
+    loaded = run(len(rows), load_all, EVERY, folder, folder=tmp_path / "load")
 
     assert differing(saved[0], saved[1]) == []
-    for rank, found in enumerate(loaded):
-        assert differing(found["states"], saved[0]["states"]) == []
-        assert found["local"] == dict.fromkeys(kinds, (len(rows) > 1, rows[rank], 7))
-        assert all(found["moved"].values())
+    check_loaded(saved[0], loaded, rows)
 
 
 def save_one(folder: Path) -> dict[str, Any]:
@@ -133,18 +129,6 @@ def load_in_place(folder: Path) -> dict[str, Any]:
     return {"message": message, "fresh": fresh, "loaded": loaded, "later": averages_of(ema)}
 
 
-def test_torchs_own_functions_save_and_load_averages(tmp_path: Path) -> None:
-    """An EMA is what dcp.save and dcp.load take as it is; one that has not begun is not filled."""
-    folder = tmp_path / "checkpoint"
-    saved = run(2, save_one, folder, folder=tmp_path / "save")[0]
-    found = run(2, load_in_place, folder, folder=tmp_path / "load")[0]
-
-    assert "the state does not fit the model" in found["message"]
-    assert found["fresh"] == (0, {})
-    assert differing(found["loaded"], saved["saved"]) == []
-    assert differing(found["later"], saved["later"]) == []
-
-
 def save_inside(folder: Path) -> dict[str, Any]:
     """Save while the average is in the model, as an evaluation may."""
     ema = trained(3, decay=0.5)
@@ -164,15 +148,6 @@ def load_inside(folder: Path) -> dict[str, Any]:
     with pytest.warns(UserWarning, match="was saved inside applied"):
         load_averages(ema, folder)
     return {"raw": state_of(ema.model), "average": averages_of(ema)}
-
-
-def test_a_checkpoint_from_inside_has_both(tmp_path: Path) -> None:
-    """On three ranks two ranks restore the training weights, and the average is unchanged."""
-    folder = tmp_path / "checkpoint"
-    saved = run(2, save_inside, folder, folder=tmp_path / "save")[0]
-
-    for found in run(3, load_inside, folder, folder=tmp_path / "load"):
-        assert differing(found, saved) == []
 
 
 def save_while_training(folder: Path) -> dict[str, Any]:
@@ -231,33 +206,6 @@ def refusals(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
-    """The error says what there is, and nothing has been changed."""
-    for found in run(2, refusals, tmp_path / "checkpoint", folder=tmp_path):
-        assert found["no folder"].startswith("FileNotFoundError")
-        assert found["no key"] == (
-            "ValueError: load_averages: nothing was saved as 'averages', but ['ema', 'other']"
-        )
-        assert "the state is neither from modkit.EMA" in found["no average"]
-        assert "0.weight (7, 5) instead of (7, 6)" in found["other model"].replace("((", "(")
-        assert "holds 1 averages, and this object 2" in found["other count"]
-        assert "inside applied()" in found["inside"]
-        assert found["differing"] == "[]"
-
-
-def test_one_process_without_a_group_loads_it(tmp_path: Path) -> None:
-    """Afterwards, on one machine, the average of a plain model is that of the two processes."""
-    folder = tmp_path / "checkpoint"
-    saved = run(2, save_one, folder, folder=tmp_path / "save")[0]
-    ema = modkit.EMA(network(), decay=0.9)
-    with warnings.catch_warnings(record=True) as caught:
-        load_averages(ema, folder)
-
-    assert caught == []
-    assert differing(averages_of(ema), saved["saved"]) == []
-    assert (ema.step, ema.n_averaged) == (3, 3)
-
-
 def step_and_read() -> tuple[int, list[str]]:
     """Read the states of a sharded model and its optimizer, which has none, between steps."""
     net = split(network())
@@ -272,6 +220,92 @@ def step_and_read() -> tuple[int, list[str]]:
     return ema.n_averaged, differing(whole(ema.state_dict()), whole(by_hand.state_dict()))
 
 
-def test_reading_the_state_of_an_optimizer_is_not_an_update(tmp_path: Path) -> None:
+def on_two(folder: Path) -> dict[str, Any]:
+    """Run on each of two ranks: save, and load on the same two."""
+    found = {
+        "kinds": save_all(SHORT, folder / "kinds"),
+        "one": save_one(folder / "one"),
+        "inside": save_inside(folder / "inside"),
+    }
+    return {
+        **found,
+        "in place": load_in_place(folder / "one"),
+        "refusals": refusals(folder / "refusals"),
+        "steps": step_and_read(),
+    }
+
+
+def on_three(folder: Path) -> dict[str, Any]:
+    """Run on each of three ranks: load what two have saved."""
+    return {"kinds": load_all(SHORT, folder / "kinds"), "inside": load_inside(folder / "inside")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the checkpoints are."""
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> list[dict[str, Any]]:
+    """Return what each of two ranks has saved and loaded."""
+    return run(2, on_two, folder, folder=folder / "two", limit=120.0)
+
+
+@pytest.fixture(scope="module")
+def three(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what each of three ranks has loaded."""
+    return run(3, on_three, folder, folder=folder / "three", limit=120.0)
+
+
+def test_averages_of_two_ranks_load_on_three(two: Any, three: Any) -> None:
+    """Every average has all its bits, in shards of 3, 3 and 1 rows."""
+    assert differing(two[0]["kinds"], two[1]["kinds"]) == []
+    check_loaded(two[0]["kinds"], [found["kinds"] for found in three], [3, 3, 1])
+
+
+def test_torchs_own_functions_save_and_load_averages(two: Any) -> None:
+    """An EMA is what dcp.save and dcp.load take as it is; one that has not begun is not filled."""
+    saved, found = two[0]["one"], two[0]["in place"]
+
+    assert "the state does not fit the model" in found["message"]
+    assert found["fresh"] == (0, {})
+    assert differing(found["loaded"], saved["saved"]) == []
+    assert differing(found["later"], saved["later"]) == []
+
+
+def test_a_checkpoint_from_inside_has_both(two: Any, three: Any) -> None:
+    """Saved by two ranks inside applied(), three restore the training weights and the average."""
+    for found in three:
+        assert differing(found["inside"], two[0]["inside"]) == []
+
+
+def test_what_does_not_fit_is_said(two: Any) -> None:
+    """The error says what there is, and nothing has been changed."""
+    for results in two:
+        found = results["refusals"]
+        assert found["no folder"].startswith("FileNotFoundError")
+        assert found["no key"] == (
+            "ValueError: load_averages: nothing was saved as 'averages', but ['ema', 'other']"
+        )
+        assert "the state is neither from modkit.EMA" in found["no average"]
+        assert "0.weight (7, 5) instead of (7, 6)" in found["other model"].replace("((", "(")
+        assert "holds 1 averages, and this object 2" in found["other count"]
+        assert "inside applied()" in found["inside"]
+        assert found["differing"] == "[]"
+
+
+def test_one_process_without_a_group_loads_it(folder: Path, two: Any) -> None:
+    """Afterwards, on one machine, the average of a plain model is that of the two processes."""
+    ema = modkit.EMA(network(), decay=0.9)
+    with warnings.catch_warnings(record=True) as caught:
+        load_averages(ema, folder / "one")
+
+    assert caught == []
+    assert differing(averages_of(ema), two[0]["one"]["saved"]) == []
+    assert (ema.step, ema.n_averaged) == (3, 3)
+
+
+def test_reading_the_state_of_an_optimizer_is_not_an_update(two: Any) -> None:
     """On each rank, the step that allocates a state does not count."""
-    assert run(2, step_and_read, folder=tmp_path) == [(3, []), (3, [])]
+    assert [found["steps"] for found in two] == [(3, []), (3, [])]

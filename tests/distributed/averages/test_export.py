@@ -44,11 +44,36 @@ def export(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_the_file_is_that_of_one_process(tmp_path: Path) -> None:
+def export_all(folder: Path) -> dict[str, Any]:
+    """Run on each of three ranks."""
+    places = {name: folder / name for name in ("sharded", "mixed", "wrapped", "nowhere")}
+    for place in places.values():
+        place.mkdir(exist_ok=True)
+    found = {"sharded": export(places["sharded"])}
+    export_mixed(places["mixed"])
+    return {
+        **found,
+        "wrapped": export_wrapped(places["wrapped"]),
+        "nowhere": export_nowhere(places["nowhere"]),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the files are."""
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    """Return what each rank has seen."""
+    return run(3, export_all, folder, folder=folder / "run", limit=120.0)
+
+
+def test_the_file_is_that_of_one_process(folder: Path, found: Any) -> None:
     """It loads into a plain model, and has all bits of the average, or those of the model's dtype."""
-    folder = tmp_path / "files"
-    folder.mkdir()
-    expected = run(3, export, folder, folder=tmp_path)[0]
+    folder = folder / "sharded"
+    expected = found[0]["sharded"]
     average = expected["average"]
     narrow = {
         name: tensor.bfloat16() if tensor.is_floating_point() else tensor
@@ -101,18 +126,17 @@ def export_mixed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_has_what_a_state_dict_has(name: str, tmp_path: Path) -> None:
+def test_a_file_has_what_a_state_dict_has(name: str, folder: Path, found: Any) -> None:
     """Both names of what is tied, what is not averaged, no buffers that are not saved."""
-    run(2, export_mixed, tmp_path, folder=tmp_path)
-    found, model = read(tmp_path / name), Mixed()
-    model.load_state_dict(found)
+    content, model = read(folder / "mixed" / name), Mixed()
+    model.load_state_dict(content)
 
-    assert set(found) == set(Mixed().state_dict())
+    assert set(content) == set(Mixed().state_dict())
     for key in ("embedding.weight", "head.weight"):
-        assert torch.equal(found[key], torch.full((7, 4), 2.0))
-    assert torch.equal(found["frozen"], torch.arange(3.0))
-    assert torch.equal(found["mask"], torch.tensor([True, False, True]))
-    assert found["count"].item() == 5
+        assert torch.equal(content[key], torch.full((7, 4), 2.0))
+    assert torch.equal(content["frozen"], torch.arange(3.0))
+    assert torch.equal(content["mask"], torch.tensor([True, False, True]))
+    assert content["count"].item() == 5
 
 
 def export_wrapped(folder: Path) -> dict[str, Any]:
@@ -126,12 +150,13 @@ def export_wrapped(folder: Path) -> dict[str, Any]:
     return {"file": torch.load(folder / "average.pt"), "average": networks.averages_of(ema)}
 
 
-def test_the_names_are_those_of_the_model_itself(tmp_path: Path) -> None:
+def test_the_names_are_those_of_the_model_itself(found: Any) -> None:
     """Names have no prefixes of wrappers, and the file exists on all ranks when the call returns."""
-    for found in run(2, export_wrapped, tmp_path, folder=tmp_path):
-        assert networks.differing(found["file"], found["average"]) == []
-        assert found["file"]._metadata["1"] == {"version": 2}
-        assert found["file"]._metadata.keys() == networks.network().state_dict()._metadata.keys()  # type: ignore[attr-defined]
+    for results in found:
+        file = results["wrapped"]["file"]
+        assert networks.differing(file, results["wrapped"]["average"]) == []
+        assert file._metadata["1"] == {"version": 2}
+        assert file._metadata.keys() == networks.network().state_dict()._metadata.keys()  # type: ignore[attr-defined]
 
 
 def export_nowhere(folder: Path) -> dict[str, str]:
@@ -152,18 +177,16 @@ def export_nowhere(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_all_processes_know_that_a_file_is_not_there(tmp_path: Path) -> None:
+def test_all_processes_know_that_a_file_is_not_there(folder: Path, found: Any) -> None:
     """The first one says why, the others that it could not, and none of them is left waiting."""
-    folder = tmp_path / "files"
-    folder.mkdir()
-    first, second = run(2, export_nowhere, folder, folder=tmp_path)
+    first, second, _ = (results["nowhere"] for results in found)
 
     for name in FILES:
         assert "No such file" in first[name] or "does not exist" in first[name]
         assert second[name].startswith("RuntimeError: export_average: rank 0 could not")
     assert first["dtype"] == second["dtype"]
     assert "0.weight is torch.complex128" in first["dtype"]
-    assert [path.name for path in folder.iterdir()] == [FILES[0]]
+    assert [path.name for path in (folder / "nowhere").iterdir()] == [FILES[0]]
 
 
 def export_on_one(folder: Path) -> None:

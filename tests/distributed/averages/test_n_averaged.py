@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,43 +72,42 @@ def update_after_an_exchange(
     return [first, averaged.module.weight.item(), averaged.n_averaged.item()]
 
 
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_agree_after_a_collective(
-    impl: Implementation, exchange: str, tmp_path: Path
-) -> None:
+AGREEING = [
+    *(("torch", exchange, "default", False) for exchange in EXCHANGES),
+    *(("modkit", exchange, "default", False) for exchange in EXCHANGES),
+    # On accelerators a collective leaves no trace on the host, and the device sees what it wrote.
+    *(("modkit", exchange, "default", True) for exchange in EXCHANGES),
+]
+FUNCTIONS = ("avg_fn own", "multi_avg_fn own", "multi_avg_fn swa")
+
+
+def update_all() -> dict[tuple[str, str, str, bool], list[float]]:
+    """Run on each of two ranks."""
+    rules = [(name, "state", rule, False) for rule in FUNCTIONS for name in IMPLEMENTATIONS]
+    return {case: update_after_an_exchange(*case) for case in [*AGREEING, *rules]}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return the results of all cases on two ranks."""
+    return run(2, update_all, folder=tmp_path_factory.mktemp("counts"))
+
+
+@pytest.mark.parametrize("case", AGREEING, ids=str)
+def test_ranks_agree_after_a_collective(found: list[Any], case: Any) -> None:
     """A count that came from another rank weighs the next updates alike on both ranks."""
-    found = run(2, update_after_an_exchange, impl.name, exchange, "default", folder=tmp_path)
+    first, second, count = found[0][case]
 
-    check_agreement(found)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_ranks_agree_where_the_count_is_not_read(exchange: str, tmp_path: Path) -> None:
-    """On accelerators a collective leaves no trace on the host, and the device sees what it wrote."""
-    arguments = "modkit", exchange, "default", True
-    found = run(2, update_after_an_exchange, *arguments, folder=tmp_path)
-
-    check_agreement(found)
-
-
-def check_agreement(found: list[list[float]]) -> None:
-    """Assert that both ranks have averaged with the count of rank 0."""
-    assert found[0] == found[1]
-    first, second, count = found[0]
+    assert found[1][case] == [first, second, count]
     assert first == pytest.approx(1.01)
     assert second == pytest.approx(1.01 + 1.99 / 101)
     assert count == 101
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("rule", ["avg_fn own", "multi_avg_fn own", "multi_avg_fn swa"])
-def test_functions_get_the_count_of_a_collective(
-    impl: Implementation, rule: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("rule", FUNCTIONS)
+def test_functions_get_the_count_of_a_collective(found: list[Any], rule: str) -> None:
     """Averaging functions are called with the broadcast count on both ranks, as in torch."""
-    found = run(2, update_after_an_exchange, impl.name, "state", rule, folder=tmp_path / "own")
-    expected = run(2, update_after_an_exchange, "torch", "state", rule, folder=tmp_path / "torch")
+    ours = [result["modkit", "state", rule, False] for result in found]
 
-    assert found == expected
-    assert found[0] == found[1]
+    assert ours == [result["torch", "state", rule, False] for result in found]
+    assert ours[0] == ours[1]

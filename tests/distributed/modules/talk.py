@@ -26,13 +26,6 @@ KINDS = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "c10d::broadcast_": "broadcast",
     "_c10d_functional::broadcast": "broadcast",
-    "c10d::scatter_": "scatter",
-    "c10d::gather_": "gather",
-    "c10d::alltoall_": "all_to_all",
-    "c10d::alltoall_base_": "all_to_all",
-    "_c10d_functional::all_to_all_single": "all_to_all",
-    "c10d::send": "send",
-    "c10d::recv_": "recv",
     "c10d::barrier": "barrier",
 }
 SILENT = {

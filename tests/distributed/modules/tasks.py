@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
-    SequenceParallel,
 )
 
 from tests.helpers import Implementation, seed_everything
@@ -34,7 +33,6 @@ class Task:
         loss: The loss of the network on them.
         blocks: The paths of its repeated parts.
         plan: For each path how ``parallelize_module`` splits it.
-        rows_are_independent: Whether the loss of a batch is the mean of those of its parts.
     """
 
     build: Callable[[Implementation], torch.nn.Module]
@@ -42,7 +40,6 @@ class Task:
     loss: Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
     blocks: tuple[str, ...]
     plan: Callable[[], dict[str, ParallelStyle]]
-    rows_are_independent: bool = True
     needs: tuple[str, ...] = field(default=())
 
     def network(self, impl: Implementation) -> torch.nn.Module:
@@ -156,11 +153,6 @@ def plan_of_classes() -> dict[str, ParallelStyle]:
     return {f"blocks.{block}.{name}": style for block in "01" for name, style in pair.items()}
 
 
-def plan_of_sequence() -> dict[str, ParallelStyle]:
-    """Shard the rows for the first norm, too."""
-    return {**plan_of_classes(), "blocks.0.norm": SequenceParallel(sequence_dim=0)}
-
-
 # Words in, words out.
 
 
@@ -209,30 +201,8 @@ def plan_of_llama() -> dict[str, ParallelStyle]:
     return plan
 
 
-def of_gpt2(impl: Implementation) -> torch.nn.Module:
-    """Make a small GPT-2, whose first and last weights are one."""
-    importlib.import_module("tests.integration")
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16)
-    model = GPT2LMHeadModel(config)
-    return held(impl, model)
-
-
-def no_plan() -> dict[str, ParallelStyle]:
-    """Shard nothing: the layers of GPT-2 are not ``Linear``."""
-    return {}
-
-
 TASKS: dict[str, Task] = {
-    "layers": Task(
-        of_layers,
-        numbers,
-        squared_error,
-        ("0", "1", "2"),
-        plan_of_layers,
-        rows_are_independent=False,
-    ),
+    "layers": Task(of_layers, numbers, squared_error, ("0", "1", "2"), plan_of_layers),
     "classes": Task(of_classes, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
     "held": Task(
         of_torchs_classes,
@@ -247,15 +217,6 @@ TASKS: dict[str, Task] = {
         next_word,
         ("net.model.layers.0", "net.model.layers.1"),
         plan_of_llama,
-        needs=("transformers",),
-    ),
-    "gpt2": Task(
-        of_gpt2,
-        words,
-        next_word,
-        ("net.transformer.h.0", "net.transformer.h.1"),
-        no_plan,
-        rows_are_independent=False,  # of its dropout
         needs=("transformers",),
     ),
 }

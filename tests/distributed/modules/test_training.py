@@ -1,81 +1,103 @@
+"""Networks of modkit beside those of torch, on ranks: losses, weights and exchanges are bitwise equal."""
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.modules.checks import assert_is_the_whole, assert_same, train_all
+from tests.cases import for_each
 from tests.distributed.modules.modes import MODES
-from tests.distributed.modules.tasks import TASKS
-from tests.distributed.modules.training import cases
+from tests.distributed.modules.training import assert_same, cases, train_all
+from tests.helpers import Implementation
 
-
-pytestmark = pytest.mark.distributed
 
 TASK_NAMES = ("layers", "classes", "held")
+TALKING = ("alone", "ddp", "fsdp", "tp")
+# Those that a run of all tests looks at; `nox -s distributed` takes each of them.
+SHORT = [
+    *cases(("classes",), (*TALKING, "ddp accumulates", "fsdp bf16"), ranks=2),
+    *cases(("layers",), ("ddp unused", "fsdp"), ranks=2),
+    *cases(("held",), ("ddp static", "tp"), ranks=2),
+]
 EAGER = tuple(name for name, mode in MODES.items() if not mode.compiled)
-CASES = cases(TASK_NAMES, EAGER, ranks=2)
-ON_THREE = cases(TASK_NAMES, ("alone", "ddp", "fsdp", "fsdp stays whole"), ranks=3)
-ON_FOUR = cases(TASK_NAMES, ("tp and fsdp",), ranks=4)
-
-
-def to_be_whole(which):
-    """Return the cases whose losses can be told from those of one process."""
-    return [
-        case
-        for case in which
-        if TASKS[case[0]].rows_are_independent and case[1] not in {"alone", "ddp unused not found"}
-    ]
+COMPILED = tuple(name for name, mode in MODES.items() if mode.compiled and "inductor" not in name)
+# The number of ranks, and the cases that run on them; 7 and 8 rows cannot be divided by 3.
+GROUPS = {
+    "two": (2, cases(TASK_NAMES, EAGER, ranks=2)),
+    "three": (3, cases(TASK_NAMES, ("alone", "ddp", "fsdp"), ranks=3)),
+    "mesh": (4, cases(TASK_NAMES, ("tp and fsdp",), ranks=4)),
+    "compiled": (2, [*cases(TASK_NAMES, COMPILED, ranks=2), ("classes", "ddp compiled inductor")]),
+}
 
 
 @pytest.fixture(scope="module")
-def on_two(tmp_path_factory):
-    """Train all of them on two processes."""
-    return train_all(CASES, tmp_path_factory.mktemp("two"))
+def short(tmp_path_factory):
+    """Train the short ones on two processes."""
+    return train_all(SHORT, tmp_path_factory.mktemp("short"))
 
 
 @pytest.fixture(scope="module")
-def on_three(tmp_path_factory):
-    """Train some of them on three processes, by which 7 and 8 rows cannot be divided."""
-    return train_all(ON_THREE, tmp_path_factory.mktemp("three"), ranks=3)
+def found(request, tmp_path_factory):
+    """Train all cases of a group in the same processes."""
+    ranks, which = GROUPS[request.param]
+    return train_all(which, tmp_path_factory.mktemp(request.param), ranks)
 
 
-@pytest.fixture(scope="module")
-def on_four(tmp_path_factory):
-    """Train some of them on a mesh of two by two processes."""
-    return train_all(ON_FOUR, tmp_path_factory.mktemp("four"), ranks=4)
-
-
-@pytest.mark.parametrize("case", CASES, ids="-".join)
-def test_losses_on_two_are_those_of_torch(on_two, case) -> None:
+@for_each("case", SHORT, ids="-".join)
+def test_a_few_are_those_of_torch(short, case) -> None:
     """20 steps have equal losses, end in equal weights, and exchange as many bytes."""
-    assert_same(on_two, case)
+    assert_same(short, case)
 
 
-@pytest.mark.parametrize("case", to_be_whole(CASES), ids="-".join)
-def test_losses_on_two_are_those_of_one_process(on_two, case) -> None:
-    """The mean of the losses is that of a single process with the batches of all."""
-    assert_is_the_whole(on_two, case)
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("found", "case"),
+    [
+        pytest.param(group, case, id=f"{group}-{'-'.join(case)}")
+        for group, (_, which) in GROUPS.items()
+        for case in which
+    ],
+    indirect=["found"],
+)
+def test_all_are_those_of_torch(found, case) -> None:
+    """In each mode, on two ranks, on three, on a mesh, and compiled before or after it is spread."""
+    assert_same(found, case)
 
 
-@pytest.mark.parametrize("case", ON_THREE, ids="-".join)
-def test_losses_on_three_are_those_of_torch(on_three, case) -> None:
-    """Likewise on three."""
-    assert_same(on_three, case)
+def test_nothing_is_exchanged_but_what_the_mode_needs(short) -> None:
+    """One rank does not communicate; copies reduce gradients, and shards are gathered and reduced."""
+    talk = {mode: short[0]["classes", mode]["modkit"]["talk"] for mode in TALKING}
+
+    assert talk["alone"] == {}
+    # The buffers, by type, and the gradients.
+    assert talk["ddp"] == {"broadcast": 2, "all_reduce": 1}
+    # The root once, each of two blocks twice; each of the three has gradients.
+    assert talk["fsdp"] == {"all_gather": 5, "reduce_scatter": 3}
+    # Once in the forward and once in the backward of each block.
+    assert talk["tp"] == {"all_reduce": 4}
 
 
-@pytest.mark.parametrize("case", to_be_whole(ON_THREE), ids="-".join)
-def test_losses_on_three_are_those_of_one_process(on_three, case) -> None:
-    """Likewise on three."""
-    assert_is_the_whole(on_three, case)
+@pytest.fixture
+def mesh():
+    """Return the mesh of one process, which is a group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ON_FOUR, ids="-".join)
-def test_losses_on_a_mesh_are_those_of_torch(on_four, case) -> None:
-    """Layers are sharded, and the rest of the parameters along the other dimension."""
-    assert_same(on_four, case)
+def test_hooks_of_registration_do_not_run_when_shards_become_whole(
+    impl: Implementation, mesh
+) -> None:
+    """A parameter that takes the place of its shards is not registered anew."""
+    seen: list[str] = []
+    net = fully_shard(impl.own.Linear(2, 3), mesh=mesh)
+    handle = impl.register_module_parameter_registration_hook(
+        lambda module, name, parameter: seen.append(name)
+    )
+    try:
+        net(torch.ones(1, 2)).sum().backward()
+    finally:
+        handle.remove()
 
-
-@pytest.mark.parametrize("task", TASK_NAMES)
-def test_what_exchanges_nothing_in_between_has_the_gradients_of_the_whole(on_two, task) -> None:
-    """Two halves of a batch, of which the first exchanges nothing, talk as often as one whole."""
-    whole, halves = (on_two[0][task, mode]["modkit"] for mode in ("ddp", "ddp accumulates"))
-
-    assert halves["talk"] == whole["talk"]
-    assert halves["nbytes"] == whole["nbytes"]
+    assert seen == []

@@ -12,14 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_map_only
 
 from tests.distributed.state.networks import (
     SPREAD,
@@ -80,42 +77,6 @@ def plain_dicts(impl: Implementation, folder: Path) -> Any:
     metadata = {name: dict(entry) for name, entry in state._metadata.items()}
     assert metadata["scaled"] == {"version": 2}
     return frozen(state), metadata, frozen(optimizer.state_dict())
-
-
-@scenario
-def dicts_without_frozen_parameters(impl: Implementation, folder: Path) -> Any:
-    """Leave out what does not learn."""
-    model = network(impl)
-    model.body.requires_grad_(False)
-    options = StateDictOptions(ignore_frozen_params=True)
-    state = get_model_state_dict(shard(model), options=options)
-    assert "body.0.weight" not in state
-    return frozen(state)
-
-
-@scenario
-def dicts_of_optimizers(impl: Implementation, folder: Path) -> Any:
-    """Ask for the state of an optimizer, by names, and go on with it in another one."""
-    found = []
-    for spread in SPREAD:
-        for options in (
-            StateDictOptions(),
-            StateDictOptions(full_state_dict=True),
-            StateDictOptions(flatten_optimizer_state_dict=True),
-        ):
-            model, optimizer = trained(impl, spread)
-            state = get_optimizer_state_dict(model, optimizer, options=options)
-            found.append(frozen(state))
-            other = SPREAD[spread](network(impl))
-            other.load_state_dict(model.state_dict())
-            theirs = optimizer_of(other)
-            # Optimizers load without copying.
-            copy = tree_map_only(torch.Tensor, torch.clone, state)
-            set_optimizer_state_dict(other, theirs, copy, options=options)
-            through = steps(model, optimizer, range(3, 5))
-            assert steps(other, theirs, range(3, 5)) == through
-            found.append(through)
-    return found
 
 
 # How it is put into a network.
@@ -285,23 +246,14 @@ def compare(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Any
 # Checkpoints, which are loaded at another world size.
 
 
-def save(impl: Implementation, folder: Path, *, later: bool) -> Any:
+def save(impl: Implementation, folder: Path) -> Any:
     """Save what three steps have come to; return all of it, and the losses of two more."""
     model, optimizer = trained(impl)
     modules, moments = get_state_dict(model, optimizer)
     state = {"model": modules, "optimizer": moments, "step": 3}
     before = wholes(state)
-    if later:
-        # In a group of its own, or its messages would be taken for those of training.
-        group = dist.new_group()
-        saving = dcp.async_save(state, checkpoint_id=folder, process_group=group)
-        # The checkpoint is written from a copy, which training does not change.
-        losses = steps(model, optimizer, range(3, 5))
-        saving.result()
-    else:
-        dcp.save(state, checkpoint_id=folder)
-        losses = steps(model, optimizer, range(3, 5))
-    return before, losses
+    dcp.save(state, checkpoint_id=folder)
+    return before, steps(model, optimizer, range(3, 5))
 
 
 def load(impl: Implementation, folder: Path) -> Any:
@@ -320,19 +272,14 @@ def load(impl: Implementation, folder: Path) -> Any:
 
 
 def save_all(folder: Path) -> Any:
-    """Save with both libraries, at once and later."""
-    return {
-        (str(impl), later): save(impl, folder / f"{impl}-{later}", later=later)
-        for impl in (TORCH, MODKIT)
-        for later in (False, True)
-    }
+    """Save with both libraries."""
+    return {str(impl): save(impl, folder / str(impl)) for impl in (TORCH, MODKIT)}
 
 
 def load_all(folder: Path) -> Any:
     """Load with both libraries what both have saved."""
     return {
-        (str(impl), str(by), later): load(impl, folder / f"{by}-{later}")
+        (str(impl), str(by)): load(impl, folder / str(by))
         for impl in (TORCH, MODKIT)
         for by in (TORCH, MODKIT)
-        for later in (False, True)
     }

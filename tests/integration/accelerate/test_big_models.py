@@ -41,15 +41,3 @@ def test_cpu_offload() -> None:
 
     assert torch.equal(output, expected)
     assert set(devices.values()) == {"meta"}
-
-
-def test_init_empty_weights(impl: Implementation) -> None:
-    """Inside accelerate's block, layers are built on the meta device, and outside as usual."""
-    accelerate = pytest.importorskip("accelerate", reason=REASON)
-    with accelerate.init_empty_weights():
-        empty = impl.nn.Sequential(impl.nn.Linear(4, 8), impl.nn.BatchNorm1d(8))
-    filled = impl.nn.Linear(4, 8)
-
-    assert {p.device.type for p in empty.parameters()} == {"meta"}
-    assert {b.device.type for b in empty.buffers()} == {"cpu"}
-    assert filled.weight.device.type == "cpu"

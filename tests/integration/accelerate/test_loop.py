@@ -39,14 +39,14 @@ def test_one_update_for_each_step(train: Any, tmp_path: Path) -> None:
     assert not torch.equal(raw["0.weight"], averages["0.weight"])
 
 
-@pytest.mark.parametrize("batches", [2, 6, 8, 10, 14])
-def test_resume(train: Any, tmp_path: Path, batches: int) -> None:
+def test_resume(train: Any, tmp_path: Path) -> None:
     """A run from a checkpoint at the first step, in an epoch or at its end has the bits of a whole one."""
     whole = ends(train(tmp_path / "whole", save_every=2))
 
-    resumed = train(tmp_path, resume_from=str(tmp_path / "whole" / f"batch-{batches}"))
+    for batches in (2, 6, 8, 14):
+        resumed = train(tmp_path, resume_from=str(tmp_path / "whole" / f"batch-{batches}"))
 
-    assert ends(resumed) == whole
+        assert ends(resumed) == whole
 
 
 def test_a_state_inside_a_block(train: Any, tmp_path: Path) -> None:

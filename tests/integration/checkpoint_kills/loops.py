@@ -36,9 +36,9 @@ from tests.unit.files.faults import fork, wait
 
 
 # A run that is killed would end here; the last one goes on, so that it saves after the last kill.
-STEPS: Final = 12
+STEPS: Final = 6
 MORE: Final = 2
-MOST_KILLS: Final = 4
+MOST_KILLS: Final = 3
 # So many features that a good part of the time is that of saving.
 WIDE: Final = 8_000
 

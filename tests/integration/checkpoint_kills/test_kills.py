@@ -23,7 +23,7 @@ def writer(request):
 @pytest.fixture(scope="module")
 def found(writer):
     """Return what came of a few trials of each fault."""
-    return {fault: cells[writer] for fault, cells in run([writer], random=5, saves=20).items()}
+    return {fault: cells[writer] for fault, cells in run([writer], random=1, saves=5).items()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

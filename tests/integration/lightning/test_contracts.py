@@ -110,6 +110,11 @@ def with_other_optimizer(folder):
     return net, callback, trainer
 
 
+def hook(name, *arguments):
+    """Return a call of a hook as Lightning calls it."""
+    return lambda net, callback, trainer: getattr(callback, name)(trainer, net, *arguments)
+
+
 def create(**options):
     """Return a call of the constructor."""
     return lambda net, callback, trainer: EMACallback(**options)
@@ -169,26 +174,6 @@ def load(net, callback, trainer):
     callback.on_load_checkpoint(trainer, net, checkpoint)
 
 
-def set_up(net, callback, trainer):
-    """Begin a fit."""
-    callback.setup(trainer, net, "fit")
-
-
-def start_fit(net, callback, trainer):
-    """Start a fit."""
-    callback.on_fit_start(trainer, net)
-
-
-def end_fit(net, callback, trainer):
-    """End a fit."""
-    callback.on_fit_end(trainer, net)
-
-
-def end_batch(net, callback, trainer):
-    """End a batch."""
-    callback.on_train_batch_end(trainer, net)
-
-
 def end_epoch(net, callback, trainer):
     """End an epoch."""
     callback.on_train_epoch_end(EPOCH_END, net)
@@ -210,7 +195,7 @@ def statistics(net, callback, trainer):
     callback.update_bn([torch.zeros(2, 4)])
 
 
-def state(net, callback, trainer):
+def read_state(net, callback, trainer):
     """Return the state."""
     return callback.state_dict()
 
@@ -225,19 +210,19 @@ ROWS = [
     ("__init__", ValueError, new, create(update_starting_at_step=-1)),
     ("__init__", IndexError, new, create(index=1)),
     ("__init__", RuntimeError, new, create(device="paper")),
-    ("setup", RuntimeError, fitted, inside(set_up)),
-    ("on_fit_start", TypeError, with_other_optimizer, start_fit),
-    ("on_fit_start", ValueError, with_glob, start_fit),
-    ("on_fit_start", ValueError, with_invalid_state, start_fit),
-    ("on_fit_start", NameMismatchError, with_state_of_another, start_fit),
-    ("on_train_batch_end", NameMismatchError, changed, end_batch),
-    ("on_train_batch_end", RuntimeError, fitted, inside(end_batch)),
-    ("on_train_batch_end", ValueError, of_two, end_batch),
+    ("setup", RuntimeError, fitted, inside(hook("setup", "fit"))),
+    ("on_fit_start", TypeError, with_other_optimizer, hook("on_fit_start")),
+    ("on_fit_start", ValueError, with_glob, hook("on_fit_start")),
+    ("on_fit_start", ValueError, with_invalid_state, hook("on_fit_start")),
+    ("on_fit_start", NameMismatchError, with_state_of_another, hook("on_fit_start")),
+    ("on_train_batch_end", NameMismatchError, changed, hook("on_train_batch_end")),
+    ("on_train_batch_end", RuntimeError, fitted, inside(hook("on_train_batch_end"))),
+    ("on_train_batch_end", ValueError, of_two, hook("on_train_batch_end")),
     ("on_train_epoch_end", NameMismatchError, changed, end_epoch),
     ("on_train_epoch_end", RuntimeError, fitted, inside(end_epoch)),
     ("on_train_epoch_end", ValueError, of_two, end_epoch),
-    ("on_fit_end", RuntimeError, at_end, inside(end_fit)),
-    ("on_fit_end", NameMismatchError, changed_at_end, end_fit),
+    ("on_fit_end", RuntimeError, at_end, inside(hook("on_fit_end"))),
+    ("on_fit_end", NameMismatchError, changed_at_end, hook("on_fit_end")),
     ("on_validation_start", IndexError, with_index, start),
     ("on_validation_start", NameMismatchError, changed, start),
     ("on_validation_end", RuntimeError, fitted, write_and_end),
@@ -254,9 +239,9 @@ ROWS = [
         changed_after_end,
         enter("evaluating_training_weights"),
     ),
-    ("state_dict", NameMismatchError, changed, state),
-    ("state_dict", RuntimeError, fitted, inside(state)),
-    ("state_dict", ValueError, of_two, state),
+    ("state_dict", NameMismatchError, changed, read_state),
+    ("state_dict", RuntimeError, fitted, inside(read_state)),
+    ("state_dict", ValueError, of_two, read_state),
     ("on_save_checkpoint", IndexError, with_index, save),
     ("on_save_checkpoint", NameMismatchError, changed, save),
     ("on_save_checkpoint", RuntimeError, fitted, inside(save)),

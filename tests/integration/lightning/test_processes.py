@@ -71,18 +71,24 @@ def test_spawned_processes_bring_the_average_home(tmp_path) -> None:
 # Sharded models.
 
 
+def enter_rank(rank, port) -> None:
+    """Set what torchrun sets in each of two processes."""
+    environment = {"LOCAL_RANK": rank, "RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2}
+    environment |= {"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+
+
+def on_two_ranks(function, folder, *arguments) -> None:
+    """Run a function on two ranks, with a free port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.start_processes(function, (folder, port, *arguments), nprocs=2, start_method="fork")
+
+
 def run_sharded(rank, folder, port, options) -> None:
     """Run in each of two processes: train through, then go on from each place."""
-    os.environ.update(
-        LOCAL_RANK=str(rank),
-        RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE="2",
-        LOCAL_WORLD_SIZE="2",
-        TORCHELASTIC_RUN_ID="test",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    enter_rank(rank, port)
     sharded = {"save_distributed_checkpoint": options.pop("save_distributed_checkpoint")}
 
     def fit(name, *others, **arguments):
@@ -100,17 +106,16 @@ def run_sharded(rank, folder, port, options) -> None:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "compensated"])
-@pytest.mark.parametrize("save_distributed_checkpoint", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "save_distributed_checkpoint"), [("compensated", True), ("fp32", False)]
+)
 def test_a_model_that_is_split_up(precision, save_distributed_checkpoint, tmp_path) -> None:
     """Validation sees the average, and a run resumes with every bit, from files of either kind."""
     options = {
         "precision": precision,
         "save_distributed_checkpoint": save_distributed_checkpoint,
     }
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    mp.start_processes(run_sharded, (tmp_path, port, options), nprocs=2, start_method="fork")
+    on_two_ranks(run_sharded, tmp_path, options)
 
     def report(name, rank):
         return torch.load(tmp_path / name / f"{rank}.pt", weights_only=True)
@@ -122,15 +127,12 @@ def test_a_model_that_is_split_up(precision, save_distributed_checkpoint, tmp_pa
         for place in runs.PLACES:
             assert report(f"from-{place}", rank)["numbers"] == through["numbers"]
     assert report("through", 0)["numbers"] != report("through", 1)["numbers"]
+    if not save_distributed_checkpoint:
+        check_file(tmp_path / "epoch-end.ckpt")
 
 
-def test_a_whole_checkpoint_of_a_model_that_is_split_up_is_the_average(tmp_path) -> None:
-    """Where Lightning writes one file, it loads into the model without the callback."""
-    options = {"save_distributed_checkpoint": False}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    mp.start_processes(run_sharded, (tmp_path, port, options), nprocs=2, start_method="fork")
-    file = tmp_path / "epoch-end.ckpt"
+def check_file(file) -> None:
+    """Assert that one file of Lightning loads into the model without the callback, as the average."""
     saved = torch.load(file, weights_only=True)
     average = saved["callbacks"]["EMACallback"]["ema"]["averages"][0]["tensors"]
     loaded = runs.Sharded()
@@ -167,10 +169,7 @@ class ComparedShards(runs.Sharded):
 
 def compare_shards(rank, folder, port) -> None:
     """Run in each of two processes: validate, then compute the same with the training weights."""
-    environment = {"LOCAL_RANK": rank, "RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": 2}
-    environment |= {"LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    enter_rank(rank, port)
     strategy = strategies.ModelParallelStrategy(2, 1, process_group_backend="gloo")
     net = ComparedShards()
 
@@ -188,9 +187,7 @@ def compare_shards(rank, folder, port) -> None:
 
 def test_training_weights_in_a_validation_of_shards(tmp_path) -> None:
     """Blocks in a validation compute with the weights that they name, on each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    mp.start_processes(compare_shards, (tmp_path, port), nprocs=2, start_method="fork")
+    on_two_ranks(compare_shards, tmp_path)
 
     for rank in 0, 1:
         seen = torch.load(tmp_path / f"{rank}.pt", weights_only=True)

@@ -18,23 +18,6 @@ from tests.integration.transformers.trainers import (
 )
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"decay": 2.0}, ValueError, "decay"),
-        ({"save": "both"}, ValueError, "save must be one of 'average', 'raw', got 'both'"),
-        ({"index": 1}, IndexError, "index is 1, and there are 1 averages"),
-        ({"precision": "half"}, ValueError, "precision must be one of"),
-        ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
-        ({"unknown": 1}, TypeError, "unknown"),
-    ],
-)
-def test_bad_options(options: dict[str, Any], error: type[Exception], match: str) -> None:
-    """An invalid option is an error when the callback is made."""
-    with pytest.raises(error, match=match):
-        EMACallback(**options)
-
-
 def test_attach(tmp_path: Path) -> None:
     """A Trainer averages from `attach` on, and keeps its class."""
     run, callback = trainer(tmp_path), EMACallback(0.9)
@@ -117,29 +100,6 @@ def test_an_evaluation_that_the_user_overrides(tmp_path: Path) -> None:
     run.evaluate()
 
     assert equal(inside[0], average(callback.ema))
-
-
-def test_a_trainer_without_the_callback(tmp_path: Path) -> None:
-    """After the callback is removed, the Trainer is a plain Trainer."""
-    plain = trainer(tmp_path)
-    plain.train()
-    removed = trainer(tmp_path / "removed", EMACallback(0.9))
-    removed.remove_callback(EMACallback)
-    removed.train()
-
-    assert removed.evaluate()["eval_loss"] == plain.evaluate()["eval_loss"]
-    assert not list(tmp_path.rglob("ema.pt"))
-
-
-def test_a_trainer_that_is_not_known(tmp_path: Path) -> None:
-    """A callback that was merely added says what to do instead, before the first step."""
-    run = trainer(tmp_path)
-    before = weights(run.model)
-    run.add_callback(EMACallback(0.9))
-
-    with pytest.raises(RuntimeError, match=r"Call callback\.attach\(trainer\) before train"):
-        run.train()
-    assert equal(weights(run.model), before)
 
 
 def test_refused_trainers(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from tests.integration.transformers.trainers import (
     Texts,
     average,
     equal,
-    fail,
     trainer,
     transformers,
     weights,
@@ -124,42 +123,6 @@ def test_blocks_around_what_the_user_calls(tmp_path: Path, save: Any) -> None:
     with callback.evaluating():
         pass
     assert modes_of(run.model) == modes
-
-
-def test_blocks_nest_and_survive_errors(tmp_path: Path) -> None:
-    """After an error in an inner block, the outer one goes on with its own weights."""
-    callback = EMACallback([0.5, 0.9])
-    run = trainer(tmp_path, callback)
-    run.train()
-    raw = weights(run.model)
-    run.add_callback(At("on_prediction_step", fail))
-    with callback.evaluating(index=1):
-        with (
-            pytest.raises(RuntimeError, match="out of paper"),
-            callback.evaluating_training_weights(),
-        ):
-            run.evaluate()
-        assert equal(weights(run.model), average(callback.ema, 1))
-    run.remove_callback(run.callback_handler.callbacks[-1])
-
-    assert equal(weights(run.model), raw)
-    averaged = callback.ema.averaged_model()
-    assert run.evaluate()["eval_loss"] == loss_of(tmp_path / "plain", averaged)
-
-
-@pytest.mark.parametrize(("index", "error"), [(2, IndexError), (-1, IndexError), ("0", TypeError)])
-def test_an_index_that_no_average_has(tmp_path: Path, index: Any, error: type[Exception]) -> None:
-    """It is refused before anything is changed."""
-    callback = EMACallback([0.5, 0.9])
-    run = trainer(tmp_path, callback, max_steps=1)
-    run.train()
-    raw, modes = weights(run.model), modes_of(run.model)
-    with pytest.raises(error, match="EMA: index"), callback.evaluating(index=index):
-        pass
-
-    assert equal(weights(run.model), raw)
-    assert modes_of(run.model) == modes
-    assert run.evaluate()["eval_loss"] == loss_of(tmp_path, callback.ema.averaged_model())
 
 
 @pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights", "applied"])

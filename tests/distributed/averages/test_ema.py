@@ -1,13 +1,16 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import modkit
 from modkit import schedules
 from modkit.averaging.sharding import is_sharded, local_shard, whole
+from modkit.optim.swa_utils import AveragedModel
 from tests.distributed.averages.networks import (
     average_both,
     averages_of,
@@ -24,6 +27,8 @@ from tests.distributed.averages.networks import (
 from tests.distributed.launcher import run
 
 
+# Returns the results of a check on all ranks, by its name.
+Found = Callable[[str], list[Any]]
 BF16, FP32 = torch.bfloat16, torch.float32
 # The kinds of averages, each with the dtype of the model.
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -59,17 +64,21 @@ def average_kinds(kinds: list[str]) -> dict[str, list[str]]:
     return found
 
 
+def test_averages_are_those_of_one_process(found: Found) -> None:
+    """Put together, the shards have all bits of the average of the whole model: 7 rows and 1."""
+    assert found("kinds") == [{kind: [] for kind in SHORT}] * 2
+
+
 @pytest.mark.parametrize(
     ("ranks", "kinds"),
     [
-        pytest.param(2, SHORT, id="2"),
         pytest.param(3, SHORT[:1], id="3"),
         pytest.param(2, [*KINDS], id="2-every kind", marks=pytest.mark.distributed),
         pytest.param(3, [*KINDS], id="3-every kind", marks=pytest.mark.distributed),
     ],
 )
-def test_averages_are_those_of_one_process(ranks: int, kinds: list[str], tmp_path: Path) -> None:
-    """Put together, the shards have all bits of the average of the whole model: 7 rows and 1."""
+def test_averages_at_other_world_sizes(ranks: int, kinds: list[str], tmp_path: Path) -> None:
+    """So it is with each kind of average, on two ranks and on three."""
     results = run(ranks, average_kinds, kinds, folder=tmp_path)
 
     assert results == [{kind: [] for kind in kinds}] * ranks
@@ -86,9 +95,9 @@ def look_at_shards() -> dict[str, Any]:
     }
 
 
-def test_each_process_keeps_its_shards(tmp_path: Path) -> None:
+def test_each_process_keeps_its_shards(found: Found) -> None:
     """The first one of two has 4 of 7 rows and the 1 row, the other one 3 rows and nothing."""
-    first, second = run(2, look_at_shards, folder=tmp_path)
+    first, second = found("shards")
     shapes = {name: tuple(tensor.shape) for name, tensor in network().state_dict().items()}
 
     assert (first["local"]["0.weight"], second["local"]["0.weight"]) == ((4, 5), (3, 5))
@@ -115,9 +124,9 @@ def count_updates() -> dict[str, tuple[int, int]]:
     return found
 
 
-def test_an_update_asks_nobody(tmp_path: Path) -> None:
+def test_an_update_asks_nobody(found: Found) -> None:
     """It takes no collective, and the host waits for nothing; a check of all shards takes one."""
-    costs = run(2, count_updates, folder=tmp_path)[0]
+    costs = found("updates")[0]
     gathered, _ = costs.pop("forward")
     collectives, reads = costs.pop("raise")
 
@@ -159,9 +168,9 @@ def apply_all() -> list[dict[str, Any]]:
     return runs
 
 
-def test_a_forward_sees_the_average(tmp_path: Path) -> None:
+def test_a_forward_sees_the_average(found: Found) -> None:
     """applied() swaps the average in, restores the training weights, and training goes on."""
-    for results in run(2, apply_all, folder=tmp_path):
+    for results in found("forward"):
         for one in results:
             before, inside, after = one["split"]
             assert differing(one["split"], one["plain"]) == []
@@ -203,12 +212,12 @@ def break_rules() -> dict[str, str]:
     return found
 
 
-def test_blocks_that_go_wrong_lose_nothing(tmp_path: Path) -> None:
+def test_blocks_that_go_wrong_lose_nothing(found: Found) -> None:
     """After an error, or a step that trains the average, training weights and average are kept."""
-    for found in run(2, break_rules, folder=tmp_path):
-        assert "was called inside applied()" in found["update"]
-        assert "was written to inside applied()" in found["step"]
-        assert (found["copied"], found["raw"], found["average"]) == ("[]", "[]", "[]")
+    for seen in found("rules"):
+        assert "was called inside applied()" in seen["update"]
+        assert "was written to inside applied()" in seen["step"]
+        assert (seen["copied"], seen["raw"], seen["average"]) == ("[]", "[]", "[]")
 
 
 def meet_bad_steps() -> dict[str, Any]:
@@ -238,14 +247,14 @@ def meet_bad_steps() -> dict[str, Any]:
     }
 
 
-def test_a_bad_shard_is_a_bad_step_for_all(tmp_path: Path) -> None:
+def test_a_bad_shard_is_a_bad_step_for_all(found: Found) -> None:
     """No process takes its shards of a step into the average that another one leaves out."""
-    first, second = run(2, meet_bad_steps, folder=tmp_path)
+    first, second = found("bad steps")
 
-    for found in first, second:
-        assert found["skipped"] == found["raised"] == []
-        assert found["moved"] > 0
-        assert found["counts"] == (2, 2)
+    for seen in first, second:
+        assert seen["skipped"] == seen["raised"] == []
+        assert seen["moved"] > 0
+        assert seen["counts"] == (2, 2)
     assert "a parameter on another rank is not finite" in first["message"]
     assert "0.weight is not finite" in second["message"]
 
@@ -273,10 +282,110 @@ def share_weights() -> dict[str, Any]:
     return {"names": [name for name, _ in ema.named_averages()], "tied": tied, "seen": seen}
 
 
-def test_a_tensor_with_two_names_is_averaged_once(tmp_path: Path) -> None:
+def test_a_tensor_with_two_names_is_averaged_once(found: Found) -> None:
     """A decay of 0.9 is one of 0.9, and both names see the average."""
-    for found in run(2, share_weights, folder=tmp_path):
-        assert found["names"] == ["0.weight"]
-        assert found["tied"]
+    for seen in found("ties"):
+        assert seen["names"] == ["0.weight"]
+        assert seen["tied"]
         for name in ("0.weight", "2.weight"):
-            assert torch.equal(found["seen"][name], torch.full((7, 4), 0.9))
+            assert torch.equal(seen["seen"][name], torch.full((7, 4), 0.9))
+
+
+def batch_of(number: int) -> Tensor:
+    """Return a batch of which each process has another one."""
+    seed = 10 * number + torch.distributed.get_rank()
+    return torch.randn(8, 5, generator=torch.Generator().manual_seed(seed))
+
+
+def take_two_steps(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Take one step on two batches, the first of which is not exchanged."""
+    optimizer.zero_grad()
+    assert isinstance(net, DistributedDataParallel)
+    with net.no_sync():
+        net(batch_of(2 * number)).square().mean().backward()
+    net(batch_of(2 * number + 1)).square().mean().backward()
+    optimizer.step()
+
+
+def average_copies() -> dict[str, Any]:
+    """Average a model under its wrapper, the model itself, and a plain one with its weights."""
+    net, plain = network(norm=nn.LayerNorm), network(norm=nn.LayerNorm)
+    wrapped = DistributedDataParallel(net)
+    optimizer = sgd(wrapped)
+    outer: modkit.EMA[Any] = modkit.EMA(wrapped, decay=[0.5, 0.9]).attach(optimizer)
+    inner: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9]).attach(optimizer)
+    reference: modkit.EMA[Any] = modkit.EMA(plain, decay=[0.5, 0.9])
+    copied, plain_copy = AveragedModel(wrapped), torch.optim.swa_utils.AveragedModel(plain)
+    for number in range(4):
+        take_two_steps(wrapped, optimizer, number)
+        copied.update_parameters(wrapped)
+        plain.load_state_dict(net.state_dict())
+        reference.update()
+        plain_copy.update_parameters(plain)
+    batch = torch.ones(2, 5)
+    raw = wrapped(batch).detach()
+    with inner.applied(wrapped, index=1):
+        through_wrapper = wrapped(batch).detach()
+    with outer.applied(index=1):
+        inside = net(batch).detach()
+    with reference.applied(index=1):
+        expected = plain(batch).detach()
+    fresh: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
+    fresh.load_state_dict(outer.state_dict())
+    outer.detach()
+    return {
+        "outer": differing(outer.state_dict(), reference.state_dict()),
+        "inner": differing(inner.state_dict(), reference.state_dict()),
+        "loaded": differing(fresh.state_dict(), reference.state_dict()),
+        "copied": differing(
+            dict(copied.module.module.state_dict()),  # type: ignore[operator]
+            dict(plain_copy.module.state_dict()),
+        ),
+        "names": list(averages_of(outer)),
+        "outputs": differing(
+            [through_wrapper, inside, wrapped(batch).detach()], [expected] * 2 + [raw]
+        ),
+        "apart": not torch.equal(raw, inside),
+        "costs": (counted(outer.update), counted(lambda: copied.update_parameters(wrapped))),
+        "steps": (outer.n_averaged, inner.n_averaged),
+        "averages": [averages_of(inner, index) for index in (0, 1)],
+    }
+
+
+def test_ddp_makes_no_difference(found: Found) -> None:
+    """Averages are those of the plain model on all ranks, once per step, without communication."""
+    results = found("ddp")
+
+    assert differing(results[0]["averages"], results[1]["averages"]) == []
+    for seen in results:
+        assert seen["outer"] == seen["inner"] == seen["loaded"] == seen["copied"] == []
+        assert seen["names"] == list(network(norm=nn.LayerNorm).state_dict())
+        assert seen["outputs"] == []
+        assert seen["apart"]
+        assert seen["costs"] == ((0, 0), (0, 0))
+        # The counting took two more.
+        assert seen["steps"] == (6, 4)
+
+
+CHECKS: dict[str, Callable[[], Any]] = {
+    "kinds": lambda: average_kinds(SHORT),
+    "shards": look_at_shards,
+    "updates": count_updates,
+    "forward": apply_all,
+    "rules": break_rules,
+    "bad steps": meet_bad_steps,
+    "ties": share_weights,
+    "ddp": average_copies,
+}
+
+
+def check_all() -> dict[str, Any]:
+    """Run on each of two ranks."""
+    return {name: check() for name, check in CHECKS.items()}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Run all checks on the same two ranks; return a function that gives what each has seen."""
+    results = run(2, check_all, folder=tmp_path_factory.mktemp("checks"), limit=120.0)
+    return lambda name: [result[name] for result in results]

@@ -1,5 +1,6 @@
 """Migrating into a model that is sharded over the ranks."""
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -11,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 
 from modkit import migrations as mig
 from modkit.errors import MigrationError
-from tests.helpers import seed_everything
+from tests.distributed.launcher import run
+from tests.helpers import MODKIT, TORCH, seed_everything
 from tests.unit.migrations.networks import (
     equal,
     joined,
@@ -59,3 +61,16 @@ def sharded(impl):
         "refused": refused,
         "sharded": type(next(model.parameters())).__name__,
     }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("impl", [TORCH, MODKIT], ids=str)
+def test_a_full_state_dict_migrates_into_a_sharded_model(impl, tmp_path):
+    """On two ranks, a migrated full state dict loads, goes back, and shards are refused."""
+    for found in run(2, sharded, impl, folder=tmp_path, limit=200.0):
+        assert found["sharded"] == "DTensor"
+        assert found["loaded"]
+        assert found["unchanged"]
+        assert found["back"]
+        assert found["versions"] == 3
+        assert "is a DTensor; migrate the full state dict" in found["refused"]

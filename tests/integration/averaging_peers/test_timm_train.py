@@ -8,7 +8,7 @@ import torch
 import modkit
 from modkit import schedules
 from tests.cases import for_each
-from tests.integration.migration.recipes import Run
+from tests.integration.averaging_peers.recipes import Run
 
 
 STEPS = 40

@@ -1,13 +1,18 @@
-"""Models with unusual tensors, and a random walk of all their tensors."""
+"""Models with unusual tensors, what happens to them between updates, and references for their averages."""
 
+import copy
+import dataclasses
+import math
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from modkit import nn
+from modkit import nn, schedules
 
 
 def holder(**members: Any) -> nn.Module:
@@ -224,3 +229,201 @@ def move(model: nn.Module, step: int) -> None:
         wide = torch.complex128 if tensor.is_complex() else torch.float64
         noise = torch.randn(target.shape, dtype=wide, generator=generator)
         target.add_(noise.mul_(0.1).to(tensor.dtype))
+
+
+# Returns the model and the average to go on with: the same objects, or copies of both.
+Change = Callable[[nn.Module, Any], tuple[nn.Module, Any]]
+
+
+def nothing(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Go on."""
+    return model, ema
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor in memory of its own, with other values if they are numbers."""
+    copied = tensor.detach().clone()
+    if copied.is_floating_point():
+        copied.mul_(0.5)
+    return copied
+
+
+def load_assign(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Replace all tensors by those of a state dict; tied names stay tied."""
+    new: dict[int, Tensor] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        if id(tensor) not in new:
+            copied = shifted(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            new[id(tensor)] = nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+        state[name] = new[id(tensor)]
+    model.load_state_dict(state, assign=True)
+    return model, ema
+
+
+def swap_tensors(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Give each tensor object the content of another one."""
+    for tensor in tensors(model).values():
+        other = shifted(tensor)
+        if isinstance(tensor, nn.Parameter):
+            other = nn.Parameter(other, tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, other)
+    return model, ema
+
+
+def deep_copy(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Go on with copies of the model and of its average."""
+    copied: tuple[nn.Module, Any] = copy.deepcopy((model, ema))
+    return copied
+
+
+def pickled(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Go on with what a pickle of the model and of its average holds."""
+    loaded: tuple[nn.Module, Any] = pickle.loads(pickle.dumps((model, ema)))
+    return loaded
+
+
+def data(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Give each second tensor other memory, and write to the others, both through ``.data``."""
+    for index, tensor in enumerate(tensors(model).values()):
+        if index % 2:
+            tensor.data = shifted(tensor)
+        elif tensor.is_floating_point():
+            memory_of(tensor.data).mul_(0.5)
+    return model, ema
+
+
+def requires_grad(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Freeze what trains, and train what is frozen."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(not parameter.requires_grad)
+    return model, ema
+
+
+def cast(model: nn.Module, ema: Any) -> tuple[nn.Module, Any]:
+    """Give all floating-point tensors of the model another dtype."""
+    model.double()
+    if hasattr(model, "center"):
+        # Torch makes two buffers of one that has two names.
+        model.center = model.mean
+    return model, ema
+
+
+CHANGES: dict[str, Change] = {
+    change.__name__: change
+    for change in (
+        nothing,
+        load_assign,
+        swap_tensors,
+        deep_copy,
+        pickled,
+        data,
+        requires_grad,
+        cast,
+    )
+}
+
+
+# Returns the average of the models of all updates, the copy first; ``every`` steps lie between two.
+Reference = Callable[[list[Tensor], int], Tensor]
+
+SINGLE = torch.finfo(torch.float32).eps
+
+
+def by_step(decay: Callable[[int], float]) -> Reference:
+    """Return the average of ``d * average + (1 - d) * model``, with the decay of each step."""
+
+    def average(models: list[Tensor], every: int) -> Tensor:
+        result = models[0]
+        for update, model in enumerate(models[1:], 1):
+            last = update * every
+            d = math.prod(decay(n) for n in range(last - every + 1, last + 1))
+            result = d * result + (1 - d) * model
+        return result
+
+    return average
+
+
+def by_update(decay: Callable[[int], float]) -> Reference:
+    """Return the same average with one decay for each update, that of its last step."""
+
+    def average(models: list[Tensor], every: int) -> Tensor:
+        result = models[0]
+        for update, model in enumerate(models[1:], 1):
+            d = decay(update * every)
+            result = d * result + (1 - d) * model
+        return result
+
+    return average
+
+
+def mean_of_all(models: list[Tensor], every: int) -> Tensor:
+    """Return the mean of the models of all updates."""
+    return torch.stack(models).mean(0)
+
+
+def power_of_time(sigma_rel: float) -> Callable[[int], float]:
+    """Return the decay of EDM2, whose exponent is the largest root of a cubic (arXiv 2312.02696)."""
+    cubic = [1, 7, 16 - sigma_rel**-2, 12 - sigma_rel**-2]
+    gamma = float(np.roots(cubic).real.max())
+    return lambda n: (n / (n + 1)) ** (gamma + 1)
+
+
+def ramp(n: int) -> float:
+    """Return a decay that a user may have written; a module's function, so that it can be pickled."""
+    return n / (n + 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cosine(schedules.Schedule):
+    """A schedule of a user, as BYOL has it."""
+
+    base: float = 0.4
+    steps: int = 20
+
+    def decay_at(self, n: int) -> float:
+        """Return the decay of one step."""
+        return 1 - (1 - self.base) * (math.cos(math.pi * min(1, n / self.steps)) + 1) / 2
+
+
+SCHEDULES: dict[str, tuple[schedules.Schedule, Reference]] = {
+    "Constant": (schedules.Constant(0.9), by_step(lambda n: 0.9)),
+    "HalfLife": (schedules.HalfLife(3), by_step(lambda n: 0.5 ** (1 / 3))),
+    "CountWarmup": (schedules.CountWarmup(0.5), by_step(lambda n: min(0.5, (1 + n) / (10 + n)))),
+    "InverseGamma": (
+        schedules.InverseGamma(power=0.75),
+        by_step(lambda n: min(0.9999, 1 - (1 + n) ** -0.75)),
+    ),
+    "Equal": (schedules.Equal(), mean_of_all),
+    "Power": (schedules.Power(0.1), by_step(power_of_time(0.1))),
+    "PerUpdate": (
+        schedules.PerUpdate(schedules.CountWarmup(0.7)),
+        by_update(lambda n: min(0.7, (1 + n) / (10 + n))),
+    ),
+    "Custom": (schedules.Custom(ramp), by_step(lambda n: n / (n + 3))),
+    "subclass": (
+        Cosine(),
+        by_step(lambda n: 1 - 0.6 * (math.cos(math.pi * min(1, n / 20)) + 1) / 2),
+    ),
+}
+
+
+def tolerance(dtype: torch.dtype, precision: str, updates: int) -> float:
+    """Return the largest error of an average of values up to 1, by the documented precision.
+
+    Each update rounds to the dtype of the average, by up to half its eps, or by a whole eps where it
+    rounds at random. A low-order error term in bf16 or fp16 squares the eps; the arithmetic is in float32.
+    """
+    eps = torch.finfo(dtype).eps
+    narrow = dtype in (torch.bfloat16, torch.float16)
+    if precision == "fp64":
+        eps = torch.finfo(torch.float64).eps
+    elif precision == "compensated" and narrow:
+        eps = max(eps**2, SINGLE)
+    elif narrow and precision == "fp32":
+        eps = SINGLE
+    elif narrow and precision == "stochastic":
+        eps *= 2
+    return updates * eps / 2
