@@ -33,6 +33,21 @@ TORCHS_OWN: Final[dict[str, str]] = {
 }
 
 
+# With a reason in the README of the folder, and tests of its own below `tests/parity`.
+OVERRIDDEN: Final = {
+    *("__init__", "_apply", "_get_backward_pre_hooks", "_load_from_state_dict", "_named_members"),
+    *("add_module", "apply", "bfloat16", "double", "float", "half", "load_state_dict", "modules"),
+    *("named_modules", "parameters", "register_parameter", "state_dict", "to", "train"),
+}
+
+
+def test_all_other_methods_are_inherited() -> None:
+    """What is not listed is torch's own, so that torch's tests hold for it."""
+    defined = {name for name, value in vars(modkit.nn.Module).items() if callable(value)}
+
+    assert defined == OVERRIDDEN
+
+
 @for_each("name", TORCHS_OWN)
 def test_what_tools_compare_is_torchs_own(impl: Implementation, name: str) -> None:
     """The class inherits the function, and so do classes of users; nothing shadows or aliases it."""

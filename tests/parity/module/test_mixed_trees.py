@@ -1,7 +1,7 @@
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, same
+from tests.helpers import TORCH, Implementation, same
 from tests.models import child_leaf, empty, leaf, tree
 from tests.parity.module.contents import run
 
@@ -55,29 +55,6 @@ def test_operations_on_a_mixed_tree(call):
     assert result[0] == ("raised" if "theirs.gain" in call else "returned")
 
 
-def test_a_torch_module_is_a_child_like_any_other(impl: Implementation) -> None:
-    """Assignment and ``add_module`` register modules of either library."""
-    module = empty(impl)
-    module.a = torch.nn.Linear(1, 1)
-    module.add_module("b", child_leaf(MODKIT))
-    module.register_module("c", child_leaf(TORCH))
-
-    assert list(module._modules) == ["a", "b", "c"]
-    assert len(list(module.parameters())) == 4
-
-
-def test_a_torch_container_holds_the_module(impl: Implementation) -> None:
-    """Modules of either library go into torch's containers."""
-    module = child_leaf(impl)
-    containers = [
-        torch.nn.Sequential(module),
-        torch.nn.ModuleList([module]),
-        torch.nn.ModuleDict({"x": module}),
-    ]
-
-    assert all(next(iter(container.parameters())) is module.weight for container in containers)
-
-
 def test_overrides_of_torch_subclasses_are_called(impl: Implementation) -> None:
     """A plain torch module that overrides the protocol is asked, inside any tree."""
     log = []
@@ -129,45 +106,3 @@ def test_overrides_of_torch_subclasses_are_called(impl: Implementation) -> None:
         "apply",
         "__repr__",
     ]
-
-
-@for_each(
-    "method",
-    ["train", "_apply", "named_modules", "apply", "state_dict", "children", "named_children"],
-)
-def test_a_patch_of_torchs_base_class_is_seen_by_torch_children(impl, method, monkeypatch):
-    """When a tool replaces a method of ``torch.nn.Module``, torch modules below are asked by it."""
-    log = []
-    original = getattr(torch.nn.Module, method)
-
-    def patched(self, *args, **keywords):
-        log.append(type(self).__name__)
-        return original(self, *args, **keywords)
-
-    module = empty(impl)
-    module.middle = empty(impl)
-    module.middle.theirs = torch.nn.Sequential(torch.nn.ReLU())
-    monkeypatch.setattr(torch.nn.Module, method, patched)
-    module.train()
-    module.float()
-    module.apply(lambda each: None)
-    module.state_dict()
-    list(module.named_modules())
-    theirs = [name for name in log if name != "Empty"]
-
-    assert theirs[0] == "Sequential"
-    assert "ReLU" in theirs
-
-
-def test_a_class_of_both(impl: Implementation) -> None:
-    """A class may derive from a torch layer and from Module at once."""
-
-    class Both(torch.nn.Linear, impl.Module):
-        pass
-
-    module = Both(2, 3)
-
-    assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
-    assert isinstance(module, torch.nn.Linear)
-    assert module(torch.ones(1, 2)).shape == (1, 3)
-    assert list(module.double().state_dict()) == ["weight", "bias"]
