@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _MODULES = {
-    "_attributes": "module/test_registration module/test_attributes module/test_failed_assignment "
-    "fixes/test_members module/test_copy_pickle hooks/test_registration_hooks",
+    "_attributes": "module/test_registration module/test_registration_matrix module/test_bad_input "
+    "module/test_classes fixes/test_members hooks/test_registration_hooks",
     "_conversion": "module/test_conversion module/test_conversion_flags fixes/test_ties "
-    "fixes/test_memory_format module/test_modes module/test_devices",
+    "fixes/test_memory_format module/test_modes",
     "_hooks": "hooks/test_registration "
     "fixes/test_backward_hooks hooks/test_copied_hooks hooks/test_bad_hooks hooks/test_backward",
     "_load_state_dict": "module/test_load_state_dict fixes/test_load module/test_load_overrides "

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
@@ -16,26 +15,10 @@ from tests.parity.module.module_cases import (
 MATCHED = "<All keys matched successfully>"
 
 
-def kind_of(value):
-    """Tell what a constructor argument means for the shape of what is built."""
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, (tuple, list)):
-        return tuple(kind_of(item) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, kind_of(item)) for key, item in value.items())
-    is_plain = isinstance(value, (bool, int, float, str, torch.nn.Module, type(None)))
-    return repr(value) if is_plain else type(value)
-
-
-def one_of_a_kind(info):
-    """Yield the cases of an entry, of its first dtype, whose constructors get different arguments."""
-    kinds = set()
-    for label, sample, dtype, training in cases(info, info.dtypes[:1]):
-        kind = (kind_of(sample.args), kind_of(sample.kwargs))
-        if kind not in kinds:
-            kinds.add(kind)
-            yield label, sample, dtype, training
+def some_cases(info):
+    """Return the first and the last case of an entry, in training; the last has most arguments."""
+    in_training = [case for case in cases(info, info.dtypes[:1]) if case[-1]]
+    return in_training[:: max(1, len(in_training) - 1)]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -44,7 +27,7 @@ def one_of_a_kind(info):
 def test_a_layer_is_as_in_torch(info, every):
     """State, text, outputs, gradients, statistics, warnings, copies and checkpoints are torch's."""
     differing = []
-    for label, sample, dtype, training in cases(info) if every else one_of_a_kind(info):
+    for label, sample, dtype, training in cases(info) if every else some_cases(info):
         expected = observe(sample, TORCH, dtype, training)
         actual = observe(sample, MODKIT, dtype, training)
         differing += [
