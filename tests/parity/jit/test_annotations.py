@@ -40,16 +40,6 @@ def function_of_text(impl):
     return add(point(), [1])
 
 
-def function_with_a_type_comment(impl):
-    """Compile a function with a comment for mypy."""
-
-    def add(p, sizes):
-        # type: (Point, Sizes) -> Tensor
-        return p.x + p.y + len(sizes)
-
-    return impl.jit.script(add)(point(), [1])
-
-
 def module_with_annotations(impl):
     """Compile a module with annotated attributes, an exported method and a property."""
 
@@ -100,17 +90,6 @@ def class_based(impl):
     return net(point(), [1]), net.other(point(), [1]), net.names, net.sizes
 
 
-def attribute_of_text(impl):
-    """Give the type of an attribute as text, which the compiler does not take."""
-
-    class Net(impl.jit.ScriptModule):
-        def __init__(self):
-            super().__init__()
-            self.names = impl.jit.Attribute([], "Sizes")
-
-    return Net().names
-
-
 def interface_of_text(impl):
     """Compile an interface with annotations that are strings."""
 
@@ -153,10 +132,8 @@ SCENARIOS = {
     scenario.__name__: (scenario, expected)
     for scenario, expected in [
         (function_of_text, "returned"),
-        (function_with_a_type_comment, "returned"),
         (module_with_annotations, "returned"),
         (class_based, "returned"),
-        (attribute_of_text, "raised"),
         (interface_of_text, "returned"),
         (script_if_tracing, "returned"),
     ]

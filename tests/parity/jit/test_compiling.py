@@ -1,5 +1,4 @@
 import copy
-import inspect
 import io
 
 import pytest
@@ -14,51 +13,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
-
-PUBLIC = sorted({*torch.jit.__all__, "script_method", "is_scripting", "is_tracing", "Final"})
-MADE_BY_MODKIT = {
-    "ScriptModule",
-    "freeze",
-    "interface",
-    "load",
-    "optimize_for_inference",
-    "save",
-    "script",
-    "script_method",
-    "trace",
-    "trace_module",
-}
-
-
-# Arguments that torch does not have.
-FURTHER = {"load": ("sha256", "strict_extra_files")}
-
-
-@for_each("name", PUBLIC)
-def test_every_public_name_of_torch_jit_is_there(name):
-    """Names for compiled code are torch's own objects; functions that make modules are modkit's."""
-    ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
-
-    assert (ours is theirs) == (name not in MADE_BY_MODKIT)
-
-
-@for_each("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
-def test_signatures_are_those_of_torch(name):
-    """Arguments have torch's names, order, kinds and defaults; further ones have to be named."""
-    ours, theirs = (
-        inspect.signature(getattr(impl.jit, name)).parameters for impl in (MODKIT, TORCH)
-    )
-    described = [
-        [
-            (p.name, p.kind, None if p.name == "_compilation_unit" else p.default)
-            for p in one.values()
-            if p.name not in FURTHER.get(name, ())
-        ]
-        for one in (ours, theirs)
-    ]
-
-    assert described[0] == described[1]
-    assert {ours[each].kind for each in FURTHER.get(name, ())} <= {inspect.Parameter.KEYWORD_ONLY}
 
 
 class Methods:
@@ -151,44 +105,6 @@ def test_what_is_compiled_is_returned_as_it_is():
         assert MODKIT.jit.trace(module, inputs()) is module
     with pytest.raises(TypeError, match=r"takes a torch.jit.ScriptModule, not a .*Linear"):
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
-
-
-def test_a_modkit_module_of_a_torch_one_sees_what_it_does():
-    """Both wrappers stand for one module: a change through one is seen through the other."""
-    plain = build(TORCH, "scripted")
-    ours = MODKIT.jit.ScriptModule.from_torch(plain)
-    ours.ratio = 2.0
-    ours.eval()
-    with torch.no_grad():
-        plain.gain.zero_()
-
-    assert plain.ratio == 2.0
-    assert not plain.training
-    assert torch.equal(ours.gain, torch.zeros(2))
-
-
-def test_functions_classes_lists_and_dicts_compile_as_in_torch():
-    """Objects other than modules give what torch gives."""
-
-    def scenario(impl):
-        @impl.jit.script
-        def double(x: torch.Tensor, times: int = 2):
-            return x * times
-
-        traced = impl.jit.trace(lambda x: x + 1, torch.ones(1))
-        listed = impl.jit.script([1, 2])
-        listed.append(3)
-        mapped = impl.jit.script({"a": 1})
-        return (
-            double(torch.ones(2)),
-            traced(torch.ones(2)),
-            list(listed),
-            mapped["a"],
-            type(double).__name__,
-            type(listed).__name__,
-        )
-
-    assert same(scenario)[0] == "returned"
 
 
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
@@ -314,12 +230,6 @@ def test_a_child_of_an_interface_can_be_swapped(scorer):
     assert (before, module(torch.tensor([3.0]))) == (6, 9)
 
 
-@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
-def test_an_interface_is_refused_as_in_torch(obj):
-    """An object that cannot be an interface raises torch's error."""
-    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
-
-
 def test_typed_hooks_are_compiled(impl):
     """Hooks with types run in compiled code, from Python, and after loading."""
 
@@ -373,22 +283,6 @@ def test_torch_takes_a_module_of_modkit(kind):
     )
 
 
-def test_freezing_keeps_what_is_asked_for(impl):
-    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
-    module = build(impl, "scripted").eval()
-    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
-    frozen.ratio = 4.0
-
-    assert frozen.ratio == 4.0
-    assert module.ratio == 0.25
-    assert list(frozen.parameters()) == []
-    assert len(list(module.parameters())) == 5
-    with pytest.raises(RuntimeError, match="eval mode"):
-        impl.jit.freeze(module.train())
-    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
-        impl.jit.freeze(torch.nn.Linear(1, 1))
-
-
 def test_several_methods_can_be_traced(impl):
     """Each traced method runs, and the children of a traced module cannot be called."""
 
@@ -432,3 +326,25 @@ def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
     impl.jit.script(Number)
 
     assert impl.jit.script(use)(3) == 6
+
+
+@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
+def test_an_interface_is_refused_as_in_torch(obj):
+    """An object that cannot be an interface raises torch's error."""
+    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
+
+
+def test_freezing_keeps_what_is_asked_for(impl):
+    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
+    module = build(impl, "scripted").eval()
+    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
+    frozen.ratio = 4.0
+
+    assert frozen.ratio == 4.0
+    assert module.ratio == 0.25
+    assert list(frozen.parameters()) == []
+    assert len(list(module.parameters())) == 5
+    with pytest.raises(RuntimeError, match="eval mode"):
+        impl.jit.freeze(module.train())
+    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
+        impl.jit.freeze(torch.nn.Linear(1, 1))

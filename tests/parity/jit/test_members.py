@@ -204,20 +204,36 @@ DIFFERENT = {
 }
 
 
-@for_each(
-    ("member", "kind"),
-    [(member, kind) for member in CASES for kind in KINDS if (member, kind) not in DIFFERENT],
+# Each group runs on one module, since building one takes longer than most members.
+READING = (
+    *("forward", "attribute", "constant", "parameter", "buffer", "child", "missing attribute"),
+    *("training", "buffers", "children", "code", "code_with_constants", "extra_repr", "graph"),
+    *("inlined_graph", "load_state_dict of wrong keys", "modules", "named_buffers"),
+    *("named_children", "named_modules", "named_parameters", "original_name", "parameters"),
+    *("save_to_buffer", "state_dict", "state_dict keep_vars"),
 )
-def test_a_member_gives_what_it_gives_in_torch(member, kind):
+CONVERTING = (
+    *("share_memory", "cpu", "cuda", "double", "float", "half", "to dtype", "to device", "type"),
+    *("to tensor", "to an integer dtype"),
+)
+
+
+@for_each("kind", KINDS)
+@for_each(
+    "members",
+    [READING, CONVERTING, *((name,) for name in CASES if name not in {*READING, *CONVERTING})],
+)
+def test_a_member_gives_what_it_gives_in_torch(members, kind):
     """Each member of the documentation gives, or raises, what torch does, for each kind of module."""
-    modules = {impl: build(impl, kind) for impl in (TORCH, MODKIT)}
+    if (*members, kind) in DIFFERENT:
+        pytest.skip("a test of defects has the difference")
+    theirs, ours = (build(impl, kind) for impl in (TORCH, MODKIT))
 
-    expected, actual = (
-        normal(outcome(lambda impl: CASES[member](impl, modules[impl], kind), impl))
-        for impl in modules
-    )
-
-    assert actual == expected
+    for member in members:
+        call = CASES[member]
+        expected = normal(outcome(lambda impl, call=call: call(impl, theirs, kind), TORCH))
+        actual = normal(outcome(lambda impl, call=call: call(impl, ours, kind), MODKIT))
+        assert actual == expected, member
 
 
 @for_each("kind", KINDS)
