@@ -6,7 +6,7 @@ from torch import Tensor
 from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
-from tests.integration.torchscript import layout, neutral, reloaded, scripted_tests
+from tests.integration.torchscript import layout, neutral, scripted_tests
 
 
 pytestmark = scripted_tests
@@ -104,33 +104,3 @@ def test_annotated_user_class() -> None:
 
     assert depth == 8
     assert seen == [0, 1, 2]
-
-
-def halve_input(self: torch.nn.Module, input: tuple[Tensor]) -> tuple[Tensor]:  # noqa: A002
-    """Act as a pre-hook; TorchScript asks for these argument names and types."""
-    return (input[0] * 0.5,)
-
-
-def add_one(self: torch.nn.Module, input: tuple[Tensor], output: Tensor) -> Tensor:  # noqa: A002
-    """Act as a forward hook; TorchScript asks for these argument names and types."""
-    return output + 1.0
-
-
-def test_hooks_are_compiled() -> None:
-    """Forward hooks and pre-hooks of the network and of its layers are scripted with it."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        nn = impl.nn
-        net, batch = nn.Sequential(nn.Linear(6, 3), nn.ReLU()), make_batch("free")
-        net[0].register_forward_pre_hook(halve_input)
-        net[0].register_forward_hook(add_one)
-        scripted = torch.jit.script(net)
-        result = scripted(batch)
-
-        assert torch.equal(result, net(batch))
-
-        return result, neutral(scripted.inlined_graph), reloaded(scripted)(batch)
-
-    result, _, again = agree(scenario)
-
-    assert torch.equal(result, again)

@@ -79,13 +79,3 @@ def test_hooks_are_traced() -> None:
     _, graph, _ = agree(scenario)
 
     assert "aten::sigmoid" in graph
-
-
-def test_tracing_leaves_the_module_alone(impl: Implementation) -> None:
-    """After tracing, a call is an ordinary call."""
-    net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-    keys = list(net.__dict__)
-    traced(net, (batch,))
-
-    assert list(net.__dict__) == keys
-    assert torch.equal(net(batch), make_net(torch.nn, "nested")(batch))

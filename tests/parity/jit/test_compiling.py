@@ -1,5 +1,4 @@
 import copy
-import io
 
 import pytest
 import torch
@@ -263,24 +262,6 @@ def test_typed_hooks_are_compiled(impl):
     assert loaded(torch.ones(1)) == expected
     assert module.inner(torch.ones(1)) == 3
     assert copy.deepcopy(module)(torch.ones(1)) == expected
-
-
-@pytest.mark.parametrize("kind", ["scripted", "traced", "class-based"])
-def test_torch_takes_a_module_of_modkit(kind):
-    """The functions of torch.jit take what modkit has compiled."""
-    module = build(MODKIT, kind).eval()
-    if kind == "traced":
-        module = MODKIT.jit.trace(make_net(MODKIT).eval(), inputs())
-    buffer = io.BytesIO()
-    TORCH.jit.save(module, buffer)
-    buffer.seek(0)
-    expected = module(inputs())
-
-    assert torch.equal(TORCH.jit.load(buffer)(inputs()), expected)
-    torch.testing.assert_close(TORCH.jit.freeze(module)(inputs()), expected)
-    torch.testing.assert_close(
-        TORCH.jit.optimize_for_inference(copy.deepcopy(module))(inputs()), expected
-    )
 
 
 def test_several_methods_can_be_traced(impl):

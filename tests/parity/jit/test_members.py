@@ -90,15 +90,6 @@ def replaced_child(impl, module, kind):
     return module.lin is child, module(inputs())
 
 
-def through_file(impl, module, folder, **files):
-    """Save to a path and load."""
-    path = folder / "net.pt"
-    module.save(str(path), _extra_files=dict(files))
-    found = dict.fromkeys(files, "")
-    loaded = impl.jit.load(str(path), _extra_files=found)
-    return state(loaded), loaded(inputs()), found
-
-
 def through_buffer(impl, module):
     """Save to bytes and load."""
     loaded = impl.jit.load(io.BytesIO(module.save_to_buffer()))
@@ -234,21 +225,6 @@ def test_a_member_gives_what_it_gives_in_torch(members, kind):
         expected = normal(outcome(lambda impl, call=call: call(impl, theirs, kind), TORCH))
         actual = normal(outcome(lambda impl, call=call: call(impl, ours, kind), MODKIT))
         assert actual == expected, member
-
-
-@for_each("kind", KINDS)
-def test_a_file_holds_code_tensors_and_extra_files(kind, tmp_path):
-    """A module that is saved to a path and loaded computes the same, and has its extra files."""
-    results = [
-        outcome(
-            lambda impl: through_file(impl, build(impl, kind), tmp_path, note="text"),
-            implementation,
-        )
-        for implementation in (TORCH, MODKIT)
-    ]
-
-    assert results[0][0] == "returned"
-    assert results[0] == results[1]
 
 
 @for_each("kind", KINDS)

@@ -45,24 +45,6 @@ def test_init_passes_arguments_on_with_call_super_init(impl: Implementation) -> 
     assert list(module.parameters()) == []
 
 
-def test_a_mixin_before_module_cooperates(impl: Implementation) -> None:
-    """A mixin in front may add attributes before and after Module is initialized."""
-
-    class Mixin:
-        def __init__(self, width):
-            self.early = width
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(width))
-
-    class Net(Mixin, impl.Module):
-        pass
-
-    module = Net(3)
-
-    assert module.early == 3
-    assert [name for name, _ in module.named_parameters()] == ["weight"]
-
-
 @for_each("arguments", [((), {}), ((1,), {}), ((), {"a": 1}), ((1,), {"a": 1})])
 @for_each("flag", [False, True])
 def test_constructor_errors(arguments, flag):

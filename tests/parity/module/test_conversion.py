@@ -105,23 +105,6 @@ def test_casting_to_complex_warns_at_the_callers_line(impl: Implementation) -> N
     assert module.steps.dtype is torch.int64
 
 
-@pytest.mark.parametrize("memory_format", [torch.channels_last, torch.contiguous_format])
-def test_memory_format_of_images(impl: Implementation, memory_format) -> None:
-    """A memory format applies to parameters and buffers of four dimensions, values unchanged."""
-    module = empty(impl)
-    module.image = torch.nn.Parameter(torch.randn(2, 3, 4, 5))
-    module.vector = torch.nn.Parameter(torch.randn(3))
-    module.register_buffer("volume", torch.randn(2, 3, 4))
-    module.register_buffer("photo", torch.randn(2, 3, 4, 5))
-    before = module.image.detach().clone()
-    module.to(memory_format=memory_format)
-
-    assert module.image.is_contiguous(memory_format=memory_format)
-    assert module.photo.is_contiguous(memory_format=memory_format)
-    assert module.volume.is_contiguous()
-    assert torch.equal(module.image, before)
-
-
 @for_each("call", ["m.double()", "m.half()", "m.to(torch.float64)", "m.cpu()"])
 def test_tied_parameters_stay_tied(impl: Implementation, call: str) -> None:
     """A cast keeps one parameter under two names one object, with one gradient."""

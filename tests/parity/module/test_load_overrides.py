@@ -86,32 +86,6 @@ def test_the_metadata_that_each_module_is_given(metadata):
     assert same(scenario)[0] == "returned"
 
 
-def test_an_override_may_migrate_old_keys(impl: Implementation) -> None:
-    """The version in the metadata lets a class rename the keys of an old checkpoint."""
-
-    class Migrating(impl.Module):
-        _version = 2
-
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-            if local_metadata.get("version", 1) < 2:
-                state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    root = impl.Module()
-    root.child = Migrating()
-    old = collections.OrderedDict({"child.old": torch.ones(1)})
-    old._metadata = {"child": {"version": 1}}
-    result = root.load_state_dict(old)
-
-    assert result.unexpected_keys == []
-    assert root.child.weight.item() == 1
-    assert root.state_dict()._metadata["child"] == {"version": 2}
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_error_messages_of_an_override_raise(strict):
     """Entries in ``error_msgs`` raise in any case, before or after the lists of keys."""
@@ -181,35 +155,6 @@ def test_loading_one_module_by_hand():
         return found
 
     assert same(scenario)[0] == "returned"
-
-
-def test_assigning_one_module_by_hand(impl: Implementation) -> None:
-    """``assign_to_params_buffers`` in the metadata makes the call assign."""
-    module = child_leaf(impl)
-    value = torch.nn.Parameter(torch.zeros(1))
-    metadata = {"assign_to_params_buffers": True}
-    module._load_from_state_dict({"weight": value}, "", metadata, True, [], [], [])
-
-    assert module.weight is value
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_missing_extra_state(strict):
-    """A missing extra state is a missing key, and ``set_extra_state`` is not called."""
-
-    def scenario(impl):
-        class Extra(impl.Module):
-            def get_extra_state(self):
-                return 1
-
-            def set_extra_state(self, state):
-                raise AssertionError("called")
-
-        root = impl.Module()
-        root.child = Extra()
-        return root.load_state_dict({}, strict=strict)
-
-    assert same(scenario)[0] == ("raised" if strict else "returned")
 
 
 @for_each("names", [("a.b", "a"), ("a", "a.b"), ("", "a"), ("a b", "a")])

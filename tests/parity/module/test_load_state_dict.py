@@ -97,18 +97,6 @@ def test_the_callers_mapping_is_not_changed_by_overrides(impl: Implementation) -
     assert result.unexpected_keys == []
 
 
-def test_dtypes_and_layouts_are_converted_by_the_copy(impl: Implementation) -> None:
-    """A load keeps the member's dtype and casts the values."""
-    module = leaf(impl)
-    state = {"weight": torch.ones(2, 3).half() / 3, "mean": torch.arange(3), "steps": 2.0}
-    state["steps"] = torch.tensor(2.9)
-    module.load_state_dict(state)
-
-    assert module.weight.dtype is torch.float32
-    assert torch.equal(module.mean, torch.tensor([0.0, 1.0, 2.0]))
-    assert module.steps.item() == 2
-
-
 @pytest.mark.parametrize("elements", [0, 2])
 def test_only_one_element_loads_into_a_scalar(impl: Implementation, elements: int) -> None:
     """A vector of another length than one is a size mismatch."""
@@ -300,32 +288,6 @@ def test_uninitialized_members_and_values():
 
 
 # --- layers ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer", ["BatchNorm1d", "BatchNorm2d", "SyncBatchNorm"])
-def test_batch_norm_checkpoints_from_before_the_counter(impl: Implementation, layer: str) -> None:
-    """A checkpoint without version 2 has no counter; the module's own is kept, or zero."""
-    module = getattr(impl.own, layer)(3)
-    state = {
-        key: torch.full((3,), 2.0) for key in ("weight", "bias", "running_mean", "running_var")
-    }
-    result = module.load_state_dict(state)
-
-    assert str(result) == "<All keys matched successfully>"
-    assert module.num_batches_tracked.item() == 0
-    assert torch.equal(module.running_mean, torch.full((3,), 2.0))
-
-
-def test_checkpoints_move_between_torch_and_modkit(impl: Implementation) -> None:
-    """A state dict of either implementation loads strictly into the other, metadata included."""
-    from tests.helpers import MODKIT, TORCH
-
-    other = {"torch": MODKIT, "modkit": TORCH}[impl.name]
-    module, twin = tree(impl), source(other)
-    module.load_state_dict(twin.state_dict())
-
-    assert torch.equal(module.gain, twin.gain)
-    assert module.state_dict()._metadata == twin.state_dict()._metadata
 
 
 @for_each(

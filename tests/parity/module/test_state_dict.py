@@ -5,7 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, empty, leaf, tree
+from tests.models import child_leaf, empty, tree
 from tests.parity.module.contents import run
 
 
@@ -49,14 +49,6 @@ def test_the_tensors_share_memory_and_are_detached(impl: Implementation) -> None
     assert type(state["gain"]) is torch.Tensor
     assert kept["gain"] is module.gain
     assert kept["right.mean"] is module.right.mean
-
-
-def test_what_is_left_out(impl: Implementation) -> None:
-    """``None`` members and buffers that are not persistent are not saved."""
-    module = leaf(impl)
-    module.add_module("gone", None)
-
-    assert list(module.state_dict()) == ["weight", "mean", "steps"]
 
 
 def test_a_given_destination_is_filled_and_returned(impl: Implementation) -> None:
@@ -203,29 +195,6 @@ def test_one_of_the_extra_state_methods_alone(methods):
     assert same(scenario)[0] == "returned"
 
 
-def test_extra_state_of_a_mixin(impl: Implementation) -> None:
-    """The methods may come from a mixin before or behind Module in the MRO."""
-
-    class Mixin:
-        def get_extra_state(self):
-            return 3
-
-        def set_extra_state(self, state):
-            self.got = state
-
-    class Before(Mixin, impl.Module):
-        pass
-
-    class Behind(impl.Module, Mixin):
-        pass
-
-    before = Before()
-    before.load_state_dict(before.state_dict())
-
-    assert before.got == 3
-    assert list(Behind().state_dict()) == []
-
-
 def test_an_override_of_save_to_state_dict(impl: Implementation) -> None:
     """``_save_to_state_dict`` is called per module with positional arguments."""
     log = []
@@ -260,20 +229,6 @@ def test_an_override_of_state_dict_in_a_child(impl: Implementation) -> None:
 
     assert list(root.state_dict()) == ["weight", "own.own", "last.weight"]
     assert log == [((), True, "own.", False)]
-
-
-def test_names_that_look_like_paths():
-    """Odd names set by assignment produce the same, possibly colliding, keys as in torch."""
-
-    def scenario(impl):
-        module = tree(impl)
-        for name in ("a.b", "", "0", "a b"):
-            setattr(module, name, child_leaf(impl))
-        module.a = child_leaf(impl)
-        setattr(module.a, "b", child_leaf(impl))
-        return described(module.state_dict())
-
-    assert same(scenario)[0] == "returned"
 
 
 def test_members_on_other_devices_and_of_other_kinds():

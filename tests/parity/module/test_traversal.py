@@ -71,60 +71,30 @@ def test_modules(impl: Implementation, unique: bool) -> None:
     assert found[0] is module
 
 
-def test_a_given_memo_is_filled(impl: Implementation) -> None:
-    """The set that is passed receives every module that was yielded, unless duplicates are kept."""
-    module = tree(impl)
-    memo = set()
-    found = [name for name, _ in module.named_modules(memo)]
+class Memo(list):
+    """A memo that has `in` and `add` alone of what sets have."""
 
-    untouched = set()
-    list(module.named_modules(untouched, remove_duplicate=False))
+    def __contains__(self, module):
+        return any(module is each for each in self)
 
-    assert memo == set(module.modules())
-    assert found == ["", "left", "left.inner", "right"]
-    assert untouched == set()
+    def add(self, module):
+        """Append a module."""
+        self.append(module)
 
 
-def test_a_given_memo_leaves_out_what_it_holds(impl: Implementation) -> None:
-    """Modules in the memo are skipped with all that is only below them."""
-    module = tree(impl)
+@for_each("held", [[], [""], ["left"], ["left.inner"], ["right"]])
+@for_each("unique", [True, False])
+@for_each("kind", [set, Memo])
+def test_a_given_memo(kind, unique, held):
+    """It leaves out what it holds, and gets each module when that is yielded, unless all are kept."""
 
-    assert [name for name, _ in module.named_modules({module})] == []
-    assert [name for name, _ in module.named_modules({module.left})] == ["", "right"]
-    assert [name for name, _ in module.named_modules({module.left}, "p", False)] == [
-        "p",
-        "p.right",
-        "p.again",
-    ]
+    def scenario(impl):
+        module = tree(impl)
+        memo = kind(module.get_submodule(name) for name in held)
+        steps = [(name, len(memo)) for name, _ in module.named_modules(memo, "p", unique)]
+        return steps, sorted(names(each, module) for each in memo)
 
-
-def test_a_memo_is_filled_step_by_step(impl: Implementation) -> None:
-    """A module enters the memo when it is yielded, not before."""
-    module = tree(impl)
-    memo = set()
-    walk = module.named_modules(memo)
-    before = len(memo)
-
-    assert [before, *(len(memo) for _ in walk)] == [0, 1, 2, 3, 4]
-
-
-def test_a_memo_may_be_any_object_with_add_and_contains(impl: Implementation) -> None:
-    """The memo is used through ``in`` and ``add`` alone."""
-
-    class Memo:
-        def __init__(self):
-            self.log = []
-
-        def __contains__(self, module):
-            return any(module is each for each in self.log)
-
-        def add(self, module):
-            self.log.append(module)
-
-    module, memo = tree(impl), Memo()
-    found = [each for _, each in module.named_modules(memo)]
-
-    assert all(a is b for a, b in zip(found, memo.log, strict=True))
+    assert same(scenario)[0] == "returned"
 
 
 def test_a_tensor_shared_as_parameter_and_buffer(impl: Implementation) -> None:
