@@ -14,42 +14,33 @@ pytestmark = [
 ]
 
 
-class Methods:
-    """Makes a network with methods of every kind of annotation."""
-
-    @staticmethod
-    def make(impl):
-        """Build it."""
-
-        class Net(impl.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.calls = 0
-
-            def forward(self, x):
-                return self.helper(x)
-
-            def helper(self, x):
-                return x + 1
-
-            @impl.jit.export
-            def exported(self, x):
-                return x * 2
-
-            @impl.jit.ignore
-            def ignored(self, x: torch.Tensor) -> torch.Tensor:
-                return self.exported(x) + len(type(self).__name__)
-
-            @impl.jit.unused
-            def unused(self, x):
-                return [x, "text"]
-
-        return Net()
-
-
 def test_methods_of_every_annotation_run(impl):
     """Exported methods are compiled, ignored ones run in Python on the compiled module."""
-    module = impl.jit.script(Methods.make(impl))
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            return self.helper(x)
+
+        def helper(self, x):
+            return x + 1
+
+        @impl.jit.export
+        def exported(self, x):
+            return x * 2
+
+        @impl.jit.ignore
+        def ignored(self, x: torch.Tensor) -> torch.Tensor:
+            return self.exported(x) + len(type(self).__name__)
+
+        @impl.jit.unused
+        def unused(self, x):
+            return [x, "text"]
+
+    module = impl.jit.script(Net())
     x = torch.ones(1)
 
     assert module(x) == 2
@@ -61,8 +52,7 @@ def test_methods_of_every_annotation_run(impl):
     assert module.helper(x) == 2
 
 
-@for_each("outer", [TORCH, MODKIT], ids=str)
-@for_each("inner", [TORCH, MODKIT], ids=str)
+@for_each("outer, inner", [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
 @for_each("kind", ["eager", "scripted", "traced", "loaded", "class-based"])
 @for_each("compiler", [TORCH, MODKIT], ids=str)
 def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):

@@ -17,7 +17,6 @@ def host(impl):
 
 OWN_NAMES = {
     "register_parameter": {"weight", "bias"},
-    "register_buffer": {"mean", "unset", "scratch"},
     "add_module": {"inner", "nothing"},
     "register_module": {"inner", "nothing"},
 }
@@ -31,7 +30,6 @@ BAD_NAMES = (
 
 VALUES = {
     "register_parameter": ("None", "Parameter(ones(1))", "ones(1)"),
-    "register_buffer": ("None", "ones(1)"),
     "add_module": ("None", "Identity()"),
     "register_module": ("Identity()",),
 }
@@ -40,10 +38,6 @@ BAD_VALUES = {
     "register_parameter": (
         *("ones(1)", "Buffer(ones(1))", "1", "'text'", "Identity()", "Identity", "non_leaf()"),
         *("[ones(1)]", "ones(1).numpy()"),
-    ),
-    "register_buffer": (
-        *("1", "'text'", "Identity()", "Identity", "[1.0]", "ones(1).numpy()", "torch.ones"),
-        *("True, False", "object(), False"),
     ),
     "add_module": (
         *("1", "'text'", "ones(1)", "Parameter(ones(1))", "Identity", "{}", "torch.ones"),
@@ -103,7 +97,6 @@ def refuse(impl: Implementation):
 
 NEW = {
     "parameter": lambda: torch.nn.Parameter(torch.ones(1)),
-    "buffer": lambda: torch.ones(1),
     "module": torch.nn.Identity,
 }
 

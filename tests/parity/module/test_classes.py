@@ -207,93 +207,52 @@ def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     assert issubclass(Base, impl.Module)
 
 
-def test_register_with_abcmeta_as_the_metaclass(impl: Implementation) -> None:
-    """``register`` makes a class count as a virtual subclass, and its subclasses and instances too."""
+def test_registrations_of_abstract_classes():
+    """`register` holds for a class and those above it, for subclasses, and from then on, as in torch."""
 
-    class Base(impl.Module, metaclass=abc.ABCMeta):
-        pass
+    def scenario(impl):
+        class Base(impl.Module, metaclass=abc.ABCMeta):
+            pass
 
-    class Middle(Base):
-        pass
+        class Middle(Base):
+            pass
 
-    class Sibling(Base):
-        pass
+        class Sibling(Base):
+            pass
 
-    class Derived(Middle):
-        pass
+        class Derived(Middle):
+            pass
 
-    @Middle.register
-    class Virtual:
-        pass
+        class Other(impl.Module, abc.ABC):
+            pass
 
-    class BelowVirtual(Virtual):
-        pass
+        class Virtual:
+            pass
 
-    Derived.register(torch.nn.Linear)
-    layer, net = torch.nn.Linear(1, 1), Derived()
+        class BelowVirtual(Virtual):
+            pass
 
-    assert Virtual.__name__ == "Virtual"
-    for cls in (Virtual, BelowVirtual):
-        assert [issubclass(cls, each) for each in (Base, Middle)] == [True, True]
-        assert [isinstance(cls(), each) for each in (Base, Middle)] == [True, True]
-        assert [issubclass(cls, each) for each in (Sibling, Derived)] == [False, False]
-        assert not issubclass(cls, impl.Module)
-    assert [isinstance(layer, each) for each in (Base, Middle, Derived)] == [True, True, True]
-    assert not isinstance(layer, Sibling)
-    assert [isinstance(net, each) for each in (Base, Middle, Derived)] == [True, True, True]
-    assert not isinstance(net, Sibling)
+        classes = [impl.Module, Base, Middle, Sibling, Derived, Other]
+        found = []
+        for base, registered in (
+            (object, None),
+            (Middle, Virtual),
+            (Derived, torch.nn.Linear),
+            (Other, Virtual),
+            (Base, int),
+        ):
+            if registered is not None:
+                found.append(base.register(registered) is registered)
+            # A class that is made later has a registry of its own.
+            classes.append(type("After", (Base,), {}))
+            classes.append(abc.ABCMeta("After", (impl.Module,), {}))
+            for cls in (Virtual, BelowVirtual, int, Derived, Sibling):
+                found.append([issubclass(cls, each) for each in classes])
+                found.append([isinstance(cls(), each) for each in classes])
+            found.append([isinstance(torch.nn.Linear(1, 1), each) for each in classes])
+        return found, [len([*abc._get_dump(each)[0]]) for each in classes[1:]]
 
-
-def test_a_registration_changes_later_checks(impl: Implementation) -> None:
-    """A class that was refused before is accepted, by abstract classes that remember it too."""
-
-    class Base(impl.Module, abc.ABC):
-        pass
-
-    class Derived(Base, metaclass=abc.ABCMeta):
-        pass
-
-    class Other(impl.Module, metaclass=abc.ABCMeta):
-        pass
-
-    class Virtual:
-        pass
-
-    classes = (Base, Derived, Other)
-    before = [isinstance(Virtual(), each) for each in classes]
-    Derived.register(Virtual)
-    between = [isinstance(Virtual(), each) for each in classes]
-    Other.register(Virtual)
-
-    assert before == [False, False, False]
-    assert between == [True, True, False]
-    assert [isinstance(Virtual(), each) for each in classes] == [True, True, True]
-
-
-def test_a_registration_holds_for_one_class(impl: Implementation) -> None:
-    """Classes without a common base of their own do not share a registry, made before or after."""
-
-    class Registering(impl.Module, metaclass=abc.ABCMeta):
-        pass
-
-    class Before(impl.Module, metaclass=abc.ABCMeta):
-        pass
-
-    class BelowBefore(Registering):
-        pass
-
-    Registering.register(int)
-
-    class After(impl.Module, metaclass=abc.ABCMeta):
-        pass
-
-    class BelowAfter(Registering):
-        pass
-
-    assert issubclass(int, Registering)
-    for cls in (Before, BelowBefore, After, BelowAfter):
-        assert not issubclass(int, cls)
-        assert [*abc._get_dump(cls)[0]] == []
+    assert same(scenario)[0] == "returned"
 
 
 @for_each("refused", ["not a class", "a class above it", "by Module"])

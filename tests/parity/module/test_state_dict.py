@@ -231,23 +231,6 @@ def test_an_override_of_state_dict_in_a_child(impl: Implementation) -> None:
     assert log == [((), True, "own.", False)]
 
 
-def test_members_on_other_devices_and_of_other_kinds():
-    """Meta tensors, sparse tensors, complex and integer members are saved as they are."""
-
-    def scenario(impl):
-        module = empty(impl)
-        module.register_buffer("meta", torch.ones(2, device="meta"))
-        module.register_buffer("complex", torch.ones(2, dtype=torch.complex64))
-        module.register_buffer("sparse", torch.eye(2).to_sparse())
-        module.register_buffer("integer", torch.arange(3))
-        module.register_buffer("gradient", torch.ones(1, requires_grad=True) * 2)
-        module.integer_parameter = torch.nn.Parameter(torch.arange(2), requires_grad=False)
-        state = module.state_dict()
-        return [(key, str(value.layout), value.is_leaf) for key, value in state.items()]
-
-    assert same(scenario)[0] == "returned"
-
-
 def test_two_results_are_independent(impl: Implementation) -> None:
     """Each call builds a new dict with metadata of its own."""
     module = tree(impl)
