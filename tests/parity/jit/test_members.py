@@ -244,19 +244,6 @@ def test_saving_in_one_and_loading_in_the_other_changes_nothing(kind):
     ]
 
 
-@for_each("kind", [kind for kind in KINDS if kind != "frozen"])
-def test_a_compiled_network_is_the_network(kind):
-    """Parameters, buffers and outputs are those of the eager network that was compiled."""
-    net = make_net(TORCH)
-    module = build(MODKIT, kind)
-
-    assert isinstance(module, MODKIT.jit.ScriptModule)
-    assert isinstance(module, MODKIT.nn.Module)
-    assert isinstance(module, torch.jit.ScriptModule)
-    assert state(module)[0][0][0] == state(net)[0][0][0]
-    assert torch.equal(module(inputs()), net(inputs()))
-
-
 def test_a_replaced_child_is_the_one_that_is_called(impl):
     """A child of the same compiled type that is put in by assignment computes, in C++ too."""
     module = impl.jit.script(impl.nn.Sequential(impl.nn.Linear(2, 2)))

@@ -54,28 +54,16 @@ CONVERSIONS = (
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 @for_each("call", CONVERSIONS)
 def test_conversions(call):
-    """Every conversion gives torch's dtypes, devices, values and gradients, or its error."""
-
-    def scenario(impl):
-        module = with_dtypes(impl)
-        return run(call, module) is module, state(module)
-
-    assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")
-@for_each("call", CONVERSIONS)
-def test_what_keeps_its_identity(call):
-    """Parameters, gradients and buffers stay the same objects where torch keeps them."""
+    """Dtypes, devices, values, gradients and errors are torch's, and so is what stays one object."""
 
     def scenario(impl):
         module = with_dtypes(impl)
         members = dict(module.named_parameters()) | dict(module.named_buffers())
         pointers = {name: tensor.data_ptr() for name, tensor in members.items()}
         grads = {name: tensor.grad for name, tensor in members.items() if tensor.is_leaf}
-        run(call, module)
+        returned = run(call, module) is module
         after = dict(module.named_parameters()) | dict(module.named_buffers())
-        return [
+        same_objects = [
             (
                 name,
                 after[name] is tensor,
@@ -84,6 +72,7 @@ def test_what_keeps_its_identity(call):
             )
             for name, tensor in members.items()
         ]
+        return returned, state(module), same_objects
 
     assert same(scenario)[0] == "returned"
 

@@ -201,23 +201,6 @@ def test_a_key_that_is_no_string_comes_before_a_layers_own_error():
     assert ("raised", "AttributeError") == same(load)[:2]
 
 
-def test_lazy_layers_and_uninitialized_checkpoints():
-    """An uninitialized checkpoint loads into an uninitialized layer only."""
-
-    def scenario(impl):
-        found = []
-        for build in (lambda: impl.own.LazyLinear(3), lambda: impl.own.Linear(2, 3)):
-            module = build()
-            try:
-                result = repr(module.load_state_dict(impl.own.LazyLinear(3).state_dict()))
-            except (RuntimeError, ValueError) as error:
-                result = (type(error).__name__, str(error))
-            found.append((result, type(module.weight).__name__))
-        return found, list(impl.own.LazyBatchNorm1d().state_dict())
-
-    assert same(scenario)[0] == "returned"
-
-
 @pytest.mark.filterwarnings("ignore:.*loaded none of the")
 @pytest.mark.parametrize("kind", ["hook", "override"])
 def test_hooks_and_overrides_are_always_told_strict(impl: Implementation, kind: str) -> None:

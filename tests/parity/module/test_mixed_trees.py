@@ -2,7 +2,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, same
-from tests.models import child_leaf, empty, leaf, tree
+from tests.models import child_leaf, leaf, tree
 from tests.parity.module.contents import run
 
 
@@ -53,56 +53,3 @@ def test_operations_on_a_mixed_tree(call):
     result = same(lambda impl: run(call, mixed(impl)))
 
     assert result[0] == ("raised" if "theirs.gain" in call else "returned")
-
-
-def test_overrides_of_torch_subclasses_are_called(impl: Implementation) -> None:
-    """A plain torch module that overrides the protocol is asked, inside any tree."""
-    log = []
-
-    class Theirs(torch.nn.Module):
-        def train(self, mode=True):
-            log.append("train")
-            return super().train(mode)
-
-        def _apply(self, fn, recurse=True):
-            log.append("_apply")
-            return super()._apply(fn, recurse)
-
-        def _save_to_state_dict(self, *args):
-            log.append("_save_to_state_dict")
-
-        def _load_from_state_dict(self, *args):
-            log.append("_load_from_state_dict")
-
-        def named_modules(self, *args, **keywords):
-            log.append("named_modules")
-            yield from super().named_modules(*args, **keywords)
-
-        def apply(self, fn):
-            log.append("apply")
-            return super().apply(fn)
-
-        def __repr__(self):
-            log.append("__repr__")
-            return "Theirs"
-
-    module = empty(impl)
-    module.middle = empty(impl)
-    module.middle.theirs = Theirs()
-    module.train()
-    module.float()
-    module.state_dict()
-    module.load_state_dict({})
-    list(module.parameters())
-    module.apply(lambda each: None)
-    repr(module)
-
-    assert log == [
-        "train",
-        "_apply",
-        "_save_to_state_dict",
-        "_load_from_state_dict",
-        "named_modules",
-        "apply",
-        "__repr__",
-    ]
