@@ -33,9 +33,12 @@ def test_a_way_through_torch_and_back(start):
     module = jit.script(net) if start == "script" else jit.trace(net, x)
     there, files = through(jit, module, {"labels.txt": "cat", "raw": b"\x00\xff"})
     in_torch, files = through(torch.jit, there, files)
+    wrapped = jit.ScriptModule.from_torch(in_torch)
     back, files = through(jit, in_torch, files)
 
     assert torch.equal(back(x), net(x))
+    assert torch.equal(wrapped(x), net(x))
+    assert (wrapped.first is wrapped.second) == (start == "script")
     assert {n: p.requires_grad for n, p in back.named_parameters()} == {
         n: p.requires_grad for n, p in module.named_parameters()
     }

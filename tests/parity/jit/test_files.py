@@ -218,3 +218,12 @@ def test_pickling_is_refused_as_in_torch(name):
         assert errors[0] == errors[1], way
         if sys.version_info >= (3, 11):
             assert any("modkit.jit.save()" in note for note in caught.value.__notes__)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    """Saving below a folder that does not exist raises, and makes none."""
+    module = build(MODKIT, "scripted")
+
+    with pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
+        module.save(tmp_path / "missing" / "net.pt")
+    assert list(tmp_path.iterdir()) == []

@@ -149,3 +149,12 @@ def test_copies(network):
         assert equal(other(*given), network(*given))
         assert other.activation is other.resblocks[0].act
         assert other.activation is not network.activation
+
+
+def test_symbolic_trace(network):
+    """A tracer of fx records the network; the traced one computes the same."""
+    given = inputs()
+
+    traced = torch.fx.symbolic_trace(network)
+
+    assert equal(traced(*given), network(*given))
