@@ -1,4 +1,3 @@
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -64,19 +63,18 @@ def test_layout_and_weights_of_a_seed(name, record):
     assert sum(parameter.numel() for parameter in network.parameters()) == expected["count"]
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)])
 @every_case
-def test_numbers(name, record, every):
+def test_numbers(name, record, large):
     """Outputs, gradients and statistics are LightZero's: bits on its kernels, close on others."""
-    expected = record["cases"][name]["runs"]
-    # By default in the last dtype of a case, which is float64 in most of them.
+    if large != (record["cases"][name]["count"] > 3_000_000):
+        pytest.skip("in the other run")
     case = CASES[name]
-    case = case if every else dataclasses.replace(case, dtypes=case.dtypes[-1:])
+    expected = record["cases"][name]["runs"]
 
     actual = {run: summary(results) for run, results in runs(case, lambda: case.build(models))}
 
-    assert len(actual) == len(case.methods) * len(case.dtypes) * 2
-    assert actual.keys() <= expected.keys()
+    assert actual.keys() == expected.keys()
     for run, results in actual.items():
         assert_as_recorded(results, expected[run], exact=record["same_kernels"])
 
