@@ -161,7 +161,7 @@ def test_an_object_is_measured_with_what_only_it_refers_to():
     assert sys.getsizeof({}) == difference
 
 
-# What takes seconds: torch loads a layer in time of the number of its siblings, and the compilers.
+# Rows that take seconds: torch loads siblings in quadratic time, and the compilers are slow.
 SLOW = ("3,000 siblings", "torch.export", "dynamo", "compiled")
 
 

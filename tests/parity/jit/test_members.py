@@ -217,7 +217,7 @@ CONVERTING = (
 def test_a_member_gives_what_it_gives_in_torch(members, kind):
     """Each member of the documentation gives, or raises, what torch does, for each kind of module."""
     if (*members, kind) in DIFFERENT:
-        pytest.skip("a test of defects has the difference")
+        pytest.skip("test_defects.py has the difference")
     theirs, ours = (build(impl, kind) for impl in (TORCH, MODKIT))
 
     for member in members:

@@ -42,7 +42,7 @@ OVERRIDDEN: Final = {
 
 
 def test_all_other_methods_are_inherited() -> None:
-    """What is not listed is torch's own, so that torch's tests hold for it."""
+    """Methods that are not listed are torch's own, so that torch's tests hold for them."""
     defined = {name for name, value in vars(modkit.nn.Module).items() if callable(value)}
 
     assert defined == OVERRIDDEN

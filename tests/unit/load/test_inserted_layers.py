@@ -162,7 +162,7 @@ def truth(old, new):
 
 @for_each("name", [*BOTH_WAYS])
 def test_no_layer_is_certainly_another_one(name, monkeypatch):
-    """Numbers, and shapes that many layers have, make no rename certain; another width is no cause."""
+    """Numbers, and shapes that many layers have, make no rename certain, and widths are not a cause."""
     old, new = BOTH_WAYS[name]
     results = []
 
