@@ -5,11 +5,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import modkit.jit
 import modkit.nn
-from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.unit.test_public_face import NAMESPACES, public_objects
 
@@ -114,6 +114,8 @@ def test_options_that_torch_lacks_are_documented() -> None:
     assert "FileError: If the file is corrupt" in load
 
 
+# Torch is compiled anew for such a process.
+@pytest.mark.slow
 def test_without_docstrings() -> None:
     """With ``python -OO`` there are no docstrings, and everything else works."""
     code = """

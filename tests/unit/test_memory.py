@@ -242,7 +242,7 @@ def name_of(cycle: object) -> str | None:
     return getattr(cycle, "__name__", "").strip("_") or None
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def frozen() -> Iterator[None]:
     """Leave what other tests have made out of all collections, which takes a tenth of the time."""
     gc.collect()

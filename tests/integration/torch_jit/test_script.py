@@ -1,16 +1,12 @@
-import copy
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, Implementation
+from tests.helpers import Implementation
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
-from tests.integration.torchscript import layout, neutral, reloaded, scripted_tests
-from tests.processes import python
+from tests.integration.torchscript import layout, neutral, scripted_tests
 
 
 pytestmark = scripted_tests
@@ -45,54 +41,6 @@ def test_script(network: str, training: bool) -> None:
     members = {**dict(eager.named_parameters()), **dict(eager.named_buffers())}
     torch.testing.assert_close(state, {name: members[name].detach() for name in state})
     assert state.keys() == members.keys()
-
-
-@for_each("network", NETWORKS)
-def test_archive(network: str) -> None:
-    """A scripted network goes through an archive with its state, code and mode."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, network).eval(), make_batch(network)
-        loaded = reloaded(torch.jit.script(net))
-
-        assert not loaded.training
-        assert torch.equal(loaded(batch), copy.deepcopy(net)(batch))
-
-        return loaded(batch), dict(loaded.state_dict()), layout(loaded)
-
-    _, state, _ = agree(scenario)
-
-    assert state.keys() >= make_net(torch.nn, network).state_dict().keys()
-
-
-def test_archive_needs_only_torch(tmp_path: Path) -> None:
-    """A process that has only torch loads and runs the archive of a modkit network."""
-    net, batch = make_net(MODKIT.nn, "conv").eval(), make_batch("conv")
-    torch.jit.save(torch.jit.script(net), tmp_path / "net.pt")
-    torch.save([batch, net(batch).detach()], tmp_path / "batch.pt")
-    program = (
-        "import sys, torch\n"
-        "batch, expected = torch.load(sys.argv[2])\n"
-        "torch.testing.assert_close(torch.jit.load(sys.argv[1])(batch).detach(), expected)\n"
-        "print('modkit' in sys.modules)\n"
-    )
-    result = python(program, tmp_path / "net.pt", tmp_path / "batch.pt")
-
-    assert result.stdout.split() == ["False"], result.stderr
-
-
-def test_scripted_state_is_shared_with_eager_checkpoints(impl: Implementation) -> None:
-    """State dicts load from eager to scripted and back, strictly."""
-    net, batch = make_net(impl.nn, "conv"), make_batch("conv")
-    scripted = torch.jit.script(make_net(impl.nn, "conv"))
-    with torch.no_grad():
-        net.head.bias.fill_(0.5)
-    scripted.load_state_dict(net.state_dict())
-    output = scripted(batch)
-    net.load_state_dict(scripted.state_dict())
-
-    assert net.features[1].num_batches_tracked == 1
-    torch.testing.assert_close(output, net(batch))
 
 
 def test_annotated_user_class() -> None:
@@ -156,89 +104,3 @@ def test_annotated_user_class() -> None:
 
     assert depth == 8
     assert seen == [0, 1, 2]
-
-
-def halve_input(self: torch.nn.Module, input: tuple[Tensor]) -> tuple[Tensor]:  # noqa: A002
-    """Act as a pre-hook; TorchScript asks for these argument names and types."""
-    return (input[0] * 0.5,)
-
-
-def add_one(self: torch.nn.Module, input: tuple[Tensor], output: Tensor) -> Tensor:  # noqa: A002
-    """Act as a forward hook; TorchScript asks for these argument names and types."""
-    return output + 1.0
-
-
-def test_hooks_are_compiled() -> None:
-    """Forward hooks and pre-hooks of the network and of its layers are scripted with it."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        nn = impl.nn
-        net, batch = nn.Sequential(nn.Linear(6, 3), nn.ReLU()), make_batch("free")
-        net[0].register_forward_pre_hook(halve_input)
-        net[0].register_forward_hook(add_one)
-        scripted = torch.jit.script(net)
-        result = scripted(batch)
-
-        assert torch.equal(result, net(batch))
-
-        return result, neutral(scripted.inlined_graph), reloaded(scripted)(batch)
-
-    result, _, again = agree(scenario)
-
-    assert torch.equal(result, again)
-
-
-@pytest.mark.parametrize("network", ["conv", "lstm", "nested"])
-def test_freezing_and_optimizing(network: str) -> None:
-    """Freezing inlines the weights, and the optimised network still computes the same."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, network).eval(), make_batch(network)
-        frozen = torch.jit.freeze(torch.jit.script(net))
-        optimised = torch.jit.optimize_for_inference(torch.jit.script(net))
-        result = frozen(batch)
-        torch.testing.assert_close(result, net(batch).detach())
-        return result.detach(), optimised(batch).detach(), list(frozen.state_dict())
-
-    _, _, keys = agree(scenario)
-
-    assert keys == []
-
-
-def test_scripted_child_in_an_eager_parent() -> None:
-    """An eager network holds a scripted child: walks, conversions and copies include it."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        nn = impl.nn
-        net = nn.Sequential(torch.jit.script(nn.Linear(6, 3)), nn.BatchNorm1d(3)).requires_grad_()
-        clone = copy.deepcopy(net).train()
-        result = clone(make_batch("free"))
-        result.sum().backward()
-        return (
-            result,
-            dict(clone.state_dict()),
-            gradients(clone[1]),
-            list(dict(net.named_modules())),
-        )
-
-    _, state, _, names = agree(scenario)
-
-    assert state["1.num_batches_tracked"] == 1
-    assert names == ["", "0", "1"]
-
-
-def test_scripting_leaves_the_module_alone() -> None:
-    """The original stays an eager module with its own members, which the script shares."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-        expected = net(batch)
-        scripted = torch.jit.script(net)
-        with torch.no_grad():
-            net.heads["left"].bias.add_(1.0)
-        torch.testing.assert_close(net(batch), expected + 1.0)
-        return scripted(batch), expected, list(net.__dict__)
-
-    shared, expected, _ = agree(scenario)
-
-    torch.testing.assert_close(shared, expected + 1.0)

@@ -33,9 +33,12 @@ def test_a_way_through_torch_and_back(start):
     module = jit.script(net) if start == "script" else jit.trace(net, x)
     there, files = through(jit, module, {"labels.txt": "cat", "raw": b"\x00\xff"})
     in_torch, files = through(torch.jit, there, files)
+    wrapped = jit.ScriptModule.from_torch(in_torch)
     back, files = through(jit, in_torch, files)
 
     assert torch.equal(back(x), net(x))
+    assert torch.equal(wrapped(x), net(x))
+    assert (wrapped.first is wrapped.second) == (start == "script")
     assert {n: p.requires_grad for n, p in back.named_parameters()} == {
         n: p.requires_grad for n, p in module.named_parameters()
     }
@@ -61,28 +64,6 @@ print(module(torch.arange(8.0).view(2, 4)).tolist(), "modkit" in sys.modules)
     assert done.stdout == f"{module(x).tolist()} False\n"
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path):
-    """A file holds the old archive or the new one, and nothing else is left in the folder."""
-
-    class Impure(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.ignored(x)
-
-        @jit.ignore
-        def ignored(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
-    path = tmp_path / "net.pt"
-    module = jit.script(SharedLayer())
-    jit.save(module, path)
-    before = path.read_bytes()
-    with pytest.raises(RuntimeError, match="ignored"):
-        jit.save(jit.script(Impure()), path)
-
-    assert path.read_bytes() == before
-    assert [item.name for item in tmp_path.iterdir()] == ["net.pt"]
-
-
 def test_records_have_the_names_that_torch_gives_them(tmp_path):
     """Two libraries write the same records under the same names."""
     module = jit.script(nn.Linear(2, 2))
@@ -100,46 +81,6 @@ def test_records_have_the_names_that_torch_gives_them(tmp_path):
 
     records = [reader.get_all_records() for reader in readers]
     assert records[0] == records[1] == records[2]
-
-
-def test_packages_take_a_module(tmp_path, monkeypatch):
-    """torch.package stores a ScriptModule of modkit, with the setting that its error names."""
-    monkeypatch.setattr(torch.package.package_exporter, "_gate_torchscript_serialization", False)
-    module, x = jit.script(SharedLayer()), torch.randn(2, 4)
-    path = tmp_path / "package.pt"
-    with torch.package.PackageExporter(path) as exporter:
-        exporter.save_pickle("models", "net.pkl", module)
-    loaded = torch.package.PackageImporter(path).load_pickle("models", "net.pkl")
-
-    assert torch.equal(loaded(x), module(x))
-    assert torch.equal(jit.ScriptModule.from_torch(loaded)(x), module(x))
-
-
-def test_the_converter_to_export_takes_a_module():
-    """The converter of torch.export turns a ScriptModule of modkit into an exported program."""
-    converter = pytest.importorskip("torch._export.converter")
-    x = torch.randn(2, 4)
-    module = jit.trace(nn.Sequential(nn.Linear(4, 2), nn.ReLU()), x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = converter.TS2EPConverter(module, (x,)).convert()
-
-    torch.testing.assert_close(program.module()(x), module(x))
-
-
-@pytest.mark.skipif("none" in torch.backends.quantized.supported_engines, reason="no engine")
-def test_quantization_of_scripted_modules_takes_a_module():
-    """The graph mode of dynamic quantization takes a ScriptModule of modkit."""
-    quantize = pytest.importorskip("torch.ao.quantization")
-    x = torch.randn(8, 4)
-    module = jit.script(nn.Sequential(nn.Linear(4, 4)).eval())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        qconfig = {"": quantize.per_channel_dynamic_qconfig}
-        quantized = quantize.quantize_dynamic_jit(module, qconfig)
-
-    assert "quantized::linear_dynamic" in str(quantized.inlined_graph)
-    torch.testing.assert_close(quantized(x), module(x), atol=0.1, rtol=0.1)
 
 
 @pytest.mark.skipif("none" in torch.backends.quantized.supported_engines, reason="no engine")
@@ -180,18 +121,6 @@ def test_an_average_of_a_compiled_network():
     torch.testing.assert_close(averaged.module.weight.detach(), start + 3)
     torch.testing.assert_close(applied, start + 3)
     assert isinstance(averaged.module, jit.ScriptModule)
-
-
-def test_an_optimizer_trains_a_compiled_network():
-    """Training the compiled network trains the eager one, as they have their parameters in common."""
-    net = nn.Linear(4, 1)
-    module = jit.script(net)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    before = net.weight.detach().clone()
-    module(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-
-    torch.testing.assert_close(net.weight.detach(), before - 0.2)
 
 
 def test_a_compiled_child_moves_with_its_eager_parent():

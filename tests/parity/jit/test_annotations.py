@@ -40,42 +40,6 @@ def function_of_text(impl):
     return add(point(), [1])
 
 
-def function_with_a_type_comment(impl):
-    """Compile a function with a comment for mypy."""
-
-    def add(p, sizes):
-        # type: (Point, Sizes) -> Tensor
-        return p.x + p.y + len(sizes)
-
-    return impl.jit.script(add)(point(), [1])
-
-
-def module_with_annotations(impl):
-    """Compile a module with annotated attributes, an exported method and a property."""
-
-    class Net(impl.nn.Module):
-        sizes: Sizes
-
-        def __init__(self):
-            super().__init__()
-            self.sizes = []
-
-        @property
-        def twice(self) -> Sizes:
-            return self.sizes + self.sizes
-
-        def forward(self, p, sizes):
-            # type: (Point, Sizes) -> Tensor
-            return p.x + len(sizes)
-
-        @impl.jit.export
-        def count(self, more: "Sizes") -> int:
-            return len(self.sizes) + len(more) + len(self.twice)
-
-    module = impl.jit.script(Net())
-    return module(point(), [1]), module.count([1, 2])
-
-
 def class_based(impl):
     """Compile a class with annotations of every kind."""
 
@@ -98,17 +62,6 @@ def class_based(impl):
 
     net = Net()
     return net(point(), [1]), net.other(point(), [1]), net.names, net.sizes
-
-
-def attribute_of_text(impl):
-    """Give the type of an attribute as text, which the compiler does not take."""
-
-    class Net(impl.jit.ScriptModule):
-        def __init__(self):
-            super().__init__()
-            self.names = impl.jit.Attribute([], "Sizes")
-
-    return Net().names
 
 
 def interface_of_text(impl):
@@ -136,29 +89,12 @@ def interface_of_text(impl):
     return impl.jit.script(Net())(point())
 
 
-def script_if_tracing(impl):
-    """Compile a function within a trace; the wrapper has torch's attributes."""
-
-    @impl.jit.script_if_tracing
-    def absolute(x: "Tensor", sizes: "Sizes") -> "Tensor":
-        if bool(x.sum() > 0):
-            return x
-        return -x
-
-    traced = impl.jit.trace(lambda x: absolute(x, [1]), torch.ones(1))
-    return absolute(torch.ones(1), [1]), sorted(vars(absolute)), traced(-torch.ones(1))
-
-
 SCENARIOS = {
     scenario.__name__: (scenario, expected)
     for scenario, expected in [
         (function_of_text, "returned"),
-        (function_with_a_type_comment, "returned"),
-        (module_with_annotations, "returned"),
         (class_based, "returned"),
-        (attribute_of_text, "raised"),
         (interface_of_text, "returned"),
-        (script_if_tracing, "returned"),
     ]
 }
 

@@ -1,6 +1,4 @@
 import copy
-import inspect
-import io
 
 import pytest
 import torch
@@ -15,88 +13,34 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 
-PUBLIC = sorted({*torch.jit.__all__, "script_method", "is_scripting", "is_tracing", "Final"})
-MADE_BY_MODKIT = {
-    "ScriptModule",
-    "freeze",
-    "interface",
-    "load",
-    "optimize_for_inference",
-    "save",
-    "script",
-    "script_method",
-    "trace",
-    "trace_module",
-}
-
-
-# Arguments that torch does not have.
-FURTHER = {"load": ("sha256", "strict_extra_files")}
-
-
-@for_each("name", PUBLIC)
-def test_every_public_name_of_torch_jit_is_there(name):
-    """Names for compiled code are torch's own objects; functions that make modules are modkit's."""
-    ours, theirs = getattr(MODKIT.jit, name), getattr(TORCH.jit, name)
-
-    assert (ours is theirs) == (name not in MADE_BY_MODKIT)
-
-
-@for_each("name", sorted(MADE_BY_MODKIT - {"ScriptModule"}))
-def test_signatures_are_those_of_torch(name):
-    """Arguments have torch's names, order, kinds and defaults; further ones have to be named."""
-    ours, theirs = (
-        inspect.signature(getattr(impl.jit, name)).parameters for impl in (MODKIT, TORCH)
-    )
-    described = [
-        [
-            (p.name, p.kind, None if p.name == "_compilation_unit" else p.default)
-            for p in one.values()
-            if p.name not in FURTHER.get(name, ())
-        ]
-        for one in (ours, theirs)
-    ]
-
-    assert described[0] == described[1]
-    assert {ours[each].kind for each in FURTHER.get(name, ())} <= {inspect.Parameter.KEYWORD_ONLY}
-
-
-class Methods:
-    """Makes a network with methods of every kind of annotation."""
-
-    @staticmethod
-    def make(impl):
-        """Build it."""
-
-        class Net(impl.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.calls = 0
-
-            def forward(self, x):
-                return self.helper(x)
-
-            def helper(self, x):
-                return x + 1
-
-            @impl.jit.export
-            def exported(self, x):
-                return x * 2
-
-            @impl.jit.ignore
-            def ignored(self, x: torch.Tensor) -> torch.Tensor:
-                return self.exported(x) + len(type(self).__name__)
-
-            @impl.jit.unused
-            def unused(self, x):
-                return [x, "text"]
-
-        return Net()
-
 
 def test_methods_of_every_annotation_run(impl):
     """Exported methods are compiled, ignored ones run in Python on the compiled module."""
-    module = impl.jit.script(Methods.make(impl))
+
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+
+        def forward(self, x):
+            return self.helper(x)
+
+        def helper(self, x):
+            return x + 1
+
+        @impl.jit.export
+        def exported(self, x):
+            return x * 2
+
+        @impl.jit.ignore
+        def ignored(self, x: torch.Tensor) -> torch.Tensor:
+            return self.exported(x) + len(type(self).__name__)
+
+        @impl.jit.unused
+        def unused(self, x):
+            return [x, "text"]
+
+    module = impl.jit.script(Net())
     x = torch.ones(1)
 
     assert module(x) == 2
@@ -108,8 +52,7 @@ def test_methods_of_every_annotation_run(impl):
     assert module.helper(x) == 2
 
 
-@for_each("outer", [TORCH, MODKIT], ids=str)
-@for_each("inner", [TORCH, MODKIT], ids=str)
+@for_each("outer, inner", [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
 @for_each("kind", ["eager", "scripted", "traced", "loaded", "class-based"])
 @for_each("compiler", [TORCH, MODKIT], ids=str)
 def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):
@@ -151,44 +94,6 @@ def test_what_is_compiled_is_returned_as_it_is():
         assert MODKIT.jit.trace(module, inputs()) is module
     with pytest.raises(TypeError, match=r"takes a torch.jit.ScriptModule, not a .*Linear"):
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
-
-
-def test_a_modkit_module_of_a_torch_one_sees_what_it_does():
-    """Both wrappers stand for one module: a change through one is seen through the other."""
-    plain = build(TORCH, "scripted")
-    ours = MODKIT.jit.ScriptModule.from_torch(plain)
-    ours.ratio = 2.0
-    ours.eval()
-    with torch.no_grad():
-        plain.gain.zero_()
-
-    assert plain.ratio == 2.0
-    assert not plain.training
-    assert torch.equal(ours.gain, torch.zeros(2))
-
-
-def test_functions_classes_lists_and_dicts_compile_as_in_torch():
-    """Objects other than modules give what torch gives."""
-
-    def scenario(impl):
-        @impl.jit.script
-        def double(x: torch.Tensor, times: int = 2):
-            return x * times
-
-        traced = impl.jit.trace(lambda x: x + 1, torch.ones(1))
-        listed = impl.jit.script([1, 2])
-        listed.append(3)
-        mapped = impl.jit.script({"a": 1})
-        return (
-            double(torch.ones(2)),
-            traced(torch.ones(2)),
-            list(listed),
-            mapped["a"],
-            type(double).__name__,
-            type(listed).__name__,
-        )
-
-    assert same(scenario)[0] == "returned"
 
 
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
@@ -314,12 +219,6 @@ def test_a_child_of_an_interface_can_be_swapped(scorer):
     assert (before, module(torch.tensor([3.0]))) == (6, 9)
 
 
-@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
-def test_an_interface_is_refused_as_in_torch(obj):
-    """An object that cannot be an interface raises torch's error."""
-    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
-
-
 def test_typed_hooks_are_compiled(impl):
     """Hooks with types run in compiled code, from Python, and after loading."""
 
@@ -353,40 +252,6 @@ def test_typed_hooks_are_compiled(impl):
     assert loaded(torch.ones(1)) == expected
     assert module.inner(torch.ones(1)) == 3
     assert copy.deepcopy(module)(torch.ones(1)) == expected
-
-
-@pytest.mark.parametrize("kind", ["scripted", "traced", "class-based"])
-def test_torch_takes_a_module_of_modkit(kind):
-    """The functions of torch.jit take what modkit has compiled."""
-    module = build(MODKIT, kind).eval()
-    if kind == "traced":
-        module = MODKIT.jit.trace(make_net(MODKIT).eval(), inputs())
-    buffer = io.BytesIO()
-    TORCH.jit.save(module, buffer)
-    buffer.seek(0)
-    expected = module(inputs())
-
-    assert torch.equal(TORCH.jit.load(buffer)(inputs()), expected)
-    torch.testing.assert_close(TORCH.jit.freeze(module)(inputs()), expected)
-    torch.testing.assert_close(
-        TORCH.jit.optimize_for_inference(copy.deepcopy(module))(inputs()), expected
-    )
-
-
-def test_freezing_keeps_what_is_asked_for(impl):
-    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
-    module = build(impl, "scripted").eval()
-    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
-    frozen.ratio = 4.0
-
-    assert frozen.ratio == 4.0
-    assert module.ratio == 0.25
-    assert list(frozen.parameters()) == []
-    assert len(list(module.parameters())) == 5
-    with pytest.raises(RuntimeError, match="eval mode"):
-        impl.jit.freeze(module.train())
-    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
-        impl.jit.freeze(torch.nn.Linear(1, 1))
 
 
 def test_several_methods_can_be_traced(impl):
@@ -432,3 +297,25 @@ def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
     impl.jit.script(Number)
 
     assert impl.jit.script(use)(3) == 6
+
+
+@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
+def test_an_interface_is_refused_as_in_torch(obj):
+    """An object that cannot be an interface raises torch's error."""
+    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
+
+
+def test_freezing_keeps_what_is_asked_for(impl):
+    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
+    module = build(impl, "scripted").eval()
+    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
+    frozen.ratio = 4.0
+
+    assert frozen.ratio == 4.0
+    assert module.ratio == 0.25
+    assert list(frozen.parameters()) == []
+    assert len(list(module.parameters())) == 5
+    with pytest.raises(RuntimeError, match="eval mode"):
+        impl.jit.freeze(module.train())
+    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
+        impl.jit.freeze(torch.nn.Linear(1, 1))

@@ -232,17 +232,6 @@ def test_backward_hooks_run(impl, kind):
     assert seen == [((4, 3), (4, 2))]
 
 
-def test_a_missing_extra_file_reads_as_an_empty_one(impl, tmp_path):
-    """Extra files that are not in the archive are filled in as empty bytes."""
-    path = str(tmp_path / "net.pt")
-    impl.jit.save(build(impl, "scripted"), path, _extra_files={"empty": "", "bytes": b"\x00"})
-    for source in (path, io.BytesIO(Path(path).read_bytes())):
-        wanted = {"empty": None, "bytes": "", "missing": "before"}
-        impl.jit.load(source, _extra_files=wanted)
-
-        assert wanted == {"empty": b"", "bytes": b"\x00", "missing": b""}
-
-
 def test_a_missing_extra_file_can_be_an_error():
     """With ``strict_extra_files`` the error names the missing file and those that are there."""
     files = {"labels.txt": "", "empty": ""}

@@ -16,18 +16,6 @@ if TYPE_CHECKING:
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
-class TensorLike:
-    """An object that is not a tensor, but implements `__torch_function__`."""
-
-    def detach(self) -> TensorLike:
-        """Stand in for the method that ``state_dict`` calls."""
-        return self
-
-    @classmethod
-    def __torch_function__(cls, *_: object, **__: object) -> object:
-        return NotImplemented
-
-
 @dataclass(frozen=True)
 class Contents:
     """Contents of a module, in order; equal only if all objects and tensor values are equal."""

@@ -1,4 +1,3 @@
-import pytest
 import torch
 
 from tests.capabilities import MODULES_CAN_REPEAT
@@ -220,52 +219,3 @@ def test_an_override_that_returns_a_list():
         return found
 
     assert same(scenario)[0] == "returned"
-
-
-def test_a_narrow_override_of_apply_still_works(impl):
-    """An ``_apply`` from before ``recurse`` existed is called for conversions of the tree."""
-    log = []
-
-    class Old(impl.Module):
-        def _apply(self, fn):
-            log.append("old")
-            return super()._apply(fn)
-
-    class Root(impl.Module):
-        def __init__(self):
-            super().__init__()
-            self.old = Old()
-            self.old.weight = torch.nn.Parameter(torch.ones(1))
-
-    assert Root().double().old.weight.dtype is torch.float64
-    assert log == ["old"]
-
-
-def test_a_narrow_override_of_state_dict_still_works(impl):
-    """A ``state_dict`` that takes the three keywords alone serves as a child."""
-
-    class Old(impl.Module):
-        def state_dict(self, destination=None, prefix="", keep_vars=False):
-            destination[prefix + "own"] = torch.ones(1)
-            return destination
-
-    root = impl.Module()
-    root.old = Old()
-    root.old.weight = torch.nn.Parameter(torch.ones(1))
-
-    assert list(root.state_dict()) == ["old.own"]
-
-
-@pytest.mark.parametrize("form", ["train", "positional"])
-def test_a_train_override_with_other_names(impl, form):
-    """``train`` of a child is called with the mode by position, whatever it is named there."""
-
-    class Frozen(impl.Module):
-        def train(self, is_training=True):
-            return super().train(False)
-
-    root = impl.Module()
-    root.frozen, root.free = Frozen(), impl.Module()
-    root.train() if form == "train" else root.train(True)
-
-    assert (root.training, root.frozen.training, root.free.training) == (True, False, True)

@@ -10,14 +10,6 @@ from tests.parity.module.contents import run
 
 
 @pytest.fixture
-def overwrite():
-    """Make conversions replace parameters, until the test ends."""
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    yield
-    torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-@pytest.fixture
 def swap():
     """Make conversions and loads swap tensors, until the test ends."""
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -61,50 +53,36 @@ CALLS = (
 )
 
 
-@pytest.mark.usefixtures("overwrite")
+@for_each("flag", ["overwrite", "swap"])
 @for_each("call", CALLS)
-def test_conversions_that_overwrite(call):
-    """With the overwrite flag parameters become new objects, as in torch."""
+def test_conversions_that_overwrite_or_swap(call, flag, monkeypatch):
+    """With a flag, parameters become new objects, or their contents are exchanged, as in torch."""
+    monkeypatch.setattr(torch.__future__, f"_{flag}_module_params_on_conversion", True)
+
     assert same(outcome_of(call))[0] == "returned"
 
 
 @pytest.mark.usefixtures("swap")
-@for_each("call", CALLS)
-def test_conversions_that_swap(call):
-    """With the swap flag the objects stay and their contents are exchanged, as in torch."""
-    assert same(outcome_of(call))[0] == "returned"
-
-
-@pytest.mark.usefixtures("swap")
-@pytest.mark.parametrize("call", ["m.double()", "m.load_state_dict(m.state_dict())"])
-def test_a_swap_that_is_not_possible(call):
-    """A weak reference to the parameter forbids swapping; the error names module and parameter."""
+@for_each(
+    ("call", "watch"),
+    [
+        ("m.double()", lambda module: module.weight),
+        ("m.load_state_dict(m.state_dict())", lambda module: module.weight),
+        ("m.double()", lambda module: module.weight.grad),
+    ],
+)
+def test_a_swap_that_is_not_possible(call, watch):
+    """A weak reference to a parameter or gradient forbids swapping; the error names which one."""
 
     def scenario(impl):
         module = with_grads(impl)
-        watched = weakref.ref(module.weight)
+        watched = weakref.ref(watch(module))
         try:
             run(call, module)
         except RuntimeError as error:
             cause = error.__cause__
-            kept = (watched() is module.weight, module.weight.grad)
+            kept = (watched() is watch(module), module.weight.grad)
             return str(error), type(cause).__name__, str(cause), kept
-        return "no error"
-
-    assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.usefixtures("swap")
-def test_a_gradient_that_cannot_be_swapped():
-    """A weak reference to the gradient forbids swapping it; the error names it."""
-
-    def scenario(impl):
-        module = with_grads(impl)
-        watched = weakref.ref(module.weight.grad)
-        try:
-            module.double()
-        except RuntimeError as error:
-            return str(error), type(error.__cause__).__name__, watched() is None
         return "no error"
 
     assert same(scenario)[0] == "returned"

@@ -6,8 +6,6 @@ import torch
 from tests.helpers import MODKIT, Implementation
 
 
-# About as many modules as a mixture of experts with 671 billion parameters has.
-MODULES = 40_000
 # Python 3.12 counts more for a walk by generators, and torch reaches its limit earlier.
 NESTING = 800 if sys.version_info[:2] == (3, 12) else 900
 
@@ -25,20 +23,13 @@ def chain(impl: Implementation, depth: int) -> torch.nn.Module:
     return block
 
 
-def wide() -> torch.nn.Module:
-    """Make a list of layers."""
-    return MODKIT.own.ModuleList(layer(MODKIT) for _ in range(MODULES - 1))
-
-
-def deep() -> torch.nn.Module:
-    """Make chains of 800 nested blocks, each of a container and a layer."""
-    return MODKIT.own.ModuleList(chain(MODKIT, 800) for _ in range(MODULES // 1600))
-
-
-@pytest.mark.parametrize("make", [wide, deep])
-def test_forty_thousand_modules_load_walk_and_convert(make):
-    """Every operation runs on every module of a tree that torch takes minutes to load."""
-    model = make()
+# A mixture of experts with 671 billion parameters has about 40,000 modules.
+@pytest.mark.parametrize("modules", [4_000, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_thousands_of_modules_load_walk_and_convert(modules):
+    """Every operation runs on every module: on layers side by side, and on chains of 800 blocks."""
+    wide = MODKIT.own.ModuleList(layer(MODKIT) for _ in range(modules // 2))
+    deep = MODKIT.own.ModuleList(chain(MODKIT, 800) for _ in range(modules // 3200))
+    model = MODKIT.own.ModuleList([wide, deep])
     state = model.state_dict()
 
     model.half()
@@ -47,15 +38,15 @@ def test_forty_thousand_modules_load_walk_and_convert(make):
     converted = {p.dtype for p in model.parameters()}
     model.load_state_dict(state, assign=True)
 
-    modules = list(model.modules())
+    members = list(model.modules())
     parameters = dict(model.named_parameters())
-    assert MODULES * 0.99 < len(modules) <= MODULES
+    assert modules * 0.89 < len(members) <= modules + 3
     assert list(parameters) == list(state)
-    assert len(parameters) == sum(isinstance(m, torch.nn.Linear) for m in modules)
+    assert len(parameters) == sum(isinstance(m, torch.nn.Linear) for m in members)
     assert ([], []) == (keys.missing_keys, keys.unexpected_keys)
     assert converted == {torch.float16}
     assert {p.dtype for p in parameters.values()} == {torch.float32}
-    assert not any(m.training for m in modules)
+    assert not any(m.training for m in members)
 
 
 def test_nested_blocks_load_walk_and_convert(impl: Implementation):

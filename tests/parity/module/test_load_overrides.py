@@ -86,79 +86,6 @@ def test_the_metadata_that_each_module_is_given(metadata):
     assert same(scenario)[0] == "returned"
 
 
-def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
-    """Entries that a child removes or adds are visible to its children only."""
-    seen = {}
-
-    class Editing(impl.Module):
-        def _load_from_state_dict(self, state_dict, prefix, *args):
-            seen[prefix] = list(state_dict)
-            for key in list(state_dict):
-                if key.endswith("drop"):
-                    del state_dict[key]
-            state_dict[prefix + "inner.added"] = torch.ones(1)
-            super()._load_from_state_dict(state_dict, prefix, *args)
-
-    root = Editing()
-    root.a, root.b = Editing(), Editing()
-    root.a.inner = Editing()
-    checkpoint = {"drop": 1, "a.drop": 2, "a.inner.drop": 3, "b.drop": 4, "b.keep": 5}
-    root.load_state_dict(checkpoint, strict=False)
-
-    assert seen["a."] == []
-    assert seen["a.inner."] == ["a.inner.added"]
-    assert seen["b."] == ["b.keep"]
-    assert len(checkpoint) == 5
-
-
-def test_an_override_may_migrate_old_keys(impl: Implementation) -> None:
-    """The version in the metadata lets a class rename the keys of an old checkpoint."""
-
-    class Migrating(impl.Module):
-        _version = 2
-
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
-            if local_metadata.get("version", 1) < 2:
-                state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
-            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-
-    root = impl.Module()
-    root.child = Migrating()
-    old = collections.OrderedDict({"child.old": torch.ones(1)})
-    old._metadata = {"child": {"version": 1}}
-    result = root.load_state_dict(old)
-
-    assert result.unexpected_keys == []
-    assert root.child.weight.item() == 1
-    assert root.state_dict()._metadata["child"] == {"version": 2}
-
-
-def test_an_override_without_super_hides_its_keys():
-    """A module that handles its own state reports nothing; the rest is loaded as usual."""
-
-    def scenario(impl):
-        class Silent(impl.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.zeros(1))
-                self.child = child_leaf(impl)
-
-            def _load_from_state_dict(self, *args, **keywords):
-                self.arguments = (len(args), sorted(keywords))
-
-        root = impl.Module()
-        root.silent = Silent()
-        root.last = child_leaf(impl)
-        result = root.load_state_dict({"silent.bogus": 1, "last.weight": torch.ones(1)}, False)
-        return result, root.silent.arguments, root.silent.weight, root.last.weight
-
-    assert same(scenario)[0] == "returned"
-
-
 @pytest.mark.parametrize("strict", [True, False])
 def test_error_messages_of_an_override_raise(strict):
     """Entries in ``error_msgs`` raise in any case, before or after the lists of keys."""
@@ -178,21 +105,6 @@ def test_error_messages_of_an_override_raise(strict):
         return root.load_state_dict({"leaf.weight": torch.ones(1)}, strict=strict)
 
     assert same(scenario)[0] == "raised"
-
-
-def test_an_exception_in_an_override_passes_through(impl: Implementation) -> None:
-    """An error that an override raises itself is not collected."""
-
-    class Failing(impl.Module):
-        def _load_from_state_dict(self, *args):
-            raise ValueError("of the override")
-
-    root = impl.Module()
-    root.child = Failing()
-    with pytest.raises(ValueError, match="of the override"):
-        root.load_state_dict({}, strict=False)
-
-    assert root.child.training
 
 
 def test_a_child_that_is_added_during_the_load():
@@ -245,93 +157,6 @@ def test_loading_one_module_by_hand():
     assert same(scenario)[0] == "returned"
 
 
-def test_assigning_one_module_by_hand(impl: Implementation) -> None:
-    """``assign_to_params_buffers`` in the metadata makes the call assign."""
-    module = child_leaf(impl)
-    value = torch.nn.Parameter(torch.zeros(1))
-    metadata = {"assign_to_params_buffers": True}
-    module._load_from_state_dict({"weight": value}, "", metadata, True, [], [], [])
-
-    assert module.weight is value
-
-
-def test_saving_one_module_by_hand(impl: Implementation) -> None:
-    """``_save_to_state_dict`` writes the members of one module into any dict."""
-    module, destination = tree(impl), {}
-    module._save_to_state_dict(destination, "p.", True)
-
-    assert list(destination) == ["p.gain", "p.tied"]
-    assert destination["p.gain"] is module.gain
-
-
-def test_extra_state_comes_back(impl: Implementation) -> None:
-    """``set_extra_state`` gets the saved object, after the members are loaded."""
-    log = []
-
-    class Extra(impl.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.zeros(1))
-
-        def get_extra_state(self):
-            return {"made": 1}
-
-        def set_extra_state(self, state):
-            log.append((state, self.weight.item()))
-
-    root = impl.Module()
-    root.child = Extra()
-    root.load_state_dict({"child.weight": torch.ones(1), "child._extra_state": {"made": 2}})
-
-    assert log == [({"made": 2}, 1.0)]
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_missing_extra_state(strict):
-    """A missing extra state is a missing key, and ``set_extra_state`` is not called."""
-
-    def scenario(impl):
-        class Extra(impl.Module):
-            def get_extra_state(self):
-                return 1
-
-            def set_extra_state(self, state):
-                raise AssertionError("called")
-
-        root = impl.Module()
-        root.child = Extra()
-        return root.load_state_dict({}, strict=strict)
-
-    assert same(scenario)[0] == ("raised" if strict else "returned")
-
-
-def test_an_exception_in_set_extra_state_passes_through():
-    """An error in ``set_extra_state`` is not collected, but raised as it is."""
-
-    def scenario(impl):
-        class Extra(impl.Module):
-            def get_extra_state(self):
-                return 1
-
-            def set_extra_state(self, state):
-                raise ValueError(f"bad state {state}")
-
-        return Extra().load_state_dict({"_extra_state": 3})
-
-    assert same(scenario) == ("raised", "ValueError", "bad state 3")
-
-
-def test_wide_and_numbered_children(impl: Implementation) -> None:
-    """Children whose names are prefixes of each other get their own keys only."""
-    root = impl.Module()
-    for index in range(120):
-        root.add_module(str(index), child_leaf(impl))
-    state = {key: torch.full((1,), float(key.split(".")[0])) for key in root.state_dict()}
-    root.load_state_dict(state)
-
-    assert [child.weight.item() for child in root.children()] == [float(i) for i in range(120)]
-
-
 @for_each("names", [("a.b", "a"), ("a", "a.b"), ("", "a"), ("a b", "a")])
 def test_children_with_odd_names(names):
     """Children under dotted or empty names, set by assignment, load what torch gives them."""
@@ -374,33 +199,6 @@ def test_a_key_that_is_no_string_comes_before_a_layers_own_error():
         return impl.Module.load_state_dict(model, {1: torch.ones(1)})
 
     assert ("raised", "AttributeError") == same(load)[:2]
-
-
-def test_a_lazy_layer_takes_its_shape_from_the_checkpoint(impl: Implementation) -> None:
-    """Loading a real checkpoint materializes an uninitialized layer."""
-    lazy, real = impl.own.LazyLinear(3), impl.own.Linear(2, 3)
-    result = lazy.load_state_dict(real.state_dict())
-
-    assert str(result) == "<All keys matched successfully>"
-    assert torch.equal(lazy.weight, real.weight)
-    assert not lazy.has_uninitialized_params()
-
-
-def test_lazy_layers_and_uninitialized_checkpoints():
-    """An uninitialized checkpoint loads into an uninitialized layer only."""
-
-    def scenario(impl):
-        found = []
-        for build in (lambda: impl.own.LazyLinear(3), lambda: impl.own.Linear(2, 3)):
-            module = build()
-            try:
-                result = repr(module.load_state_dict(impl.own.LazyLinear(3).state_dict()))
-            except (RuntimeError, ValueError) as error:
-                result = (type(error).__name__, str(error))
-            found.append((result, type(module.weight).__name__))
-        return found, list(impl.own.LazyBatchNorm1d().state_dict())
-
-    assert same(scenario)[0] == "returned"
 
 
 @pytest.mark.filterwarnings("ignore:.*loaded none of the")
@@ -496,3 +294,83 @@ def test_a_parameter_whose_name_holds_a_dot(keys, child, assign, strict):
         return result, [parameter.item() for parameter in module.parameters()]
 
     assert same(scenario)[0] == "returned"
+
+
+def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
+    """Entries that a child removes or adds are visible to its children only."""
+    seen = {}
+
+    class Editing(impl.Module):
+        def _load_from_state_dict(self, state_dict, prefix, *args):
+            seen[prefix] = list(state_dict)
+            for key in list(state_dict):
+                if key.endswith("drop"):
+                    del state_dict[key]
+            state_dict[prefix + "inner.added"] = torch.ones(1)
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
+    root = Editing()
+    root.a, root.b = Editing(), Editing()
+    root.a.inner = Editing()
+    checkpoint = {"drop": 1, "a.drop": 2, "a.inner.drop": 3, "b.drop": 4, "b.keep": 5}
+    root.load_state_dict(checkpoint, strict=False)
+
+    assert seen["a."] == []
+    assert seen["a.inner."] == ["a.inner.added"]
+    assert seen["b."] == ["b.keep"]
+    assert len(checkpoint) == 5
+
+
+def test_an_override_without_super_hides_its_keys():
+    """A module that handles its own state reports nothing; the rest is loaded as usual."""
+
+    def scenario(impl):
+        class Silent(impl.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(1))
+                self.child = child_leaf(impl)
+
+            def _load_from_state_dict(self, *args, **keywords):
+                self.arguments = (len(args), sorted(keywords))
+
+        root = impl.Module()
+        root.silent = Silent()
+        root.last = child_leaf(impl)
+        result = root.load_state_dict({"silent.bogus": 1, "last.weight": torch.ones(1)}, False)
+        return result, root.silent.arguments, root.silent.weight, root.last.weight
+
+    assert same(scenario)[0] == "returned"
+
+
+@for_each("failing", ["", "load", "set"])
+def test_extra_state_comes_after_the_members(failing):
+    """`set_extra_state` gets the saved object last; what an override raises passes through."""
+
+    def scenario(impl):
+        log = []
+
+        class Extra(impl.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = torch.nn.Parameter(torch.zeros(1))
+
+            def get_extra_state(self):
+                return {"made": 1}
+
+            def set_extra_state(self, state):
+                log.append((state, self.weight.item()))
+                if failing == "set":
+                    raise ValueError(f"bad state {state}")
+
+            def _load_from_state_dict(self, *args):
+                if failing == "load":
+                    raise ValueError("of the override")
+                super()._load_from_state_dict(*args)
+
+        root = impl.Module()
+        root.child = Extra()
+        root.load_state_dict({"child.weight": torch.ones(1), "child._extra_state": {"made": 2}})
+        return log
+
+    assert same(scenario)[0] == ("raised" if failing else "returned")

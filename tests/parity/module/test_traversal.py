@@ -7,7 +7,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, empty, function_module, leaf, network, tree
+from tests.models import child_leaf, empty, leaf, tree
 from tests.parity.module.contents import run
 
 
@@ -71,86 +71,30 @@ def test_modules(impl: Implementation, unique: bool) -> None:
     assert found[0] is module
 
 
-def test_children(impl: Implementation) -> None:
-    """Direct children come once each, under their first name, without ``None`` slots."""
-    module = tree(impl)
+class Memo(list):
+    """A memo that has `in` and `add` alone of what sets have."""
 
-    assert [name for name, _ in module.named_children()] == ["left", "right"]
-    assert [*module.children()] == [module.left, module.right]
-    assert [*leaf(impl).children()] == []
+    def __contains__(self, module):
+        return any(module is each for each in self)
 
-
-def test_a_given_memo_is_filled(impl: Implementation) -> None:
-    """The set that is passed receives every module that was yielded."""
-    module = tree(impl)
-    memo = set()
-    found = [name for name, _ in module.named_modules(memo)]
-
-    assert memo == set(module.modules())
-    assert found == ["", "left", "left.inner", "right"]
+    def add(self, module):
+        """Append a module."""
+        self.append(module)
 
 
-def test_a_given_memo_leaves_out_what_it_holds(impl: Implementation) -> None:
-    """Modules in the memo are skipped with all that is only below them."""
-    module = tree(impl)
+@for_each("held", [[], [""], ["left"], ["left.inner"], ["right"]])
+@for_each("unique", [True, False])
+@for_each("kind", [set, Memo])
+def test_a_given_memo(kind, unique, held):
+    """It leaves out what it holds, and gets each module when that is yielded, unless all are kept."""
 
-    assert [name for name, _ in module.named_modules({module})] == []
-    assert [name for name, _ in module.named_modules({module.left})] == ["", "right"]
-    assert [name for name, _ in module.named_modules({module.left}, "p", False)] == [
-        "p",
-        "p.right",
-        "p.again",
-    ]
+    def scenario(impl):
+        module = tree(impl)
+        memo = kind(module.get_submodule(name) for name in held)
+        steps = [(name, len(memo)) for name, _ in module.named_modules(memo, "p", unique)]
+        return steps, sorted(names(each, module) for each in memo)
 
-
-def test_a_memo_is_not_filled_with_duplicates_kept(impl: Implementation) -> None:
-    """With ``remove_duplicate=False`` the memo stays as it was given."""
-    module = tree(impl)
-    memo = set()
-    list(module.named_modules(memo, remove_duplicate=False))
-
-    assert memo == set()
-
-
-def test_a_memo_is_filled_step_by_step(impl: Implementation) -> None:
-    """A module enters the memo when it is yielded, not before."""
-    module = tree(impl)
-    memo = set()
-    walk = module.named_modules(memo)
-    before = len(memo)
-
-    assert [before, *(len(memo) for _ in walk)] == [0, 1, 2, 3, 4]
-
-
-def test_a_memo_may_be_any_object_with_add_and_contains(impl: Implementation) -> None:
-    """The memo is used through ``in`` and ``add`` alone."""
-
-    class Memo:
-        def __init__(self):
-            self.log = []
-
-        def __contains__(self, module):
-            return any(module is each for each in self.log)
-
-        def add(self, module):
-            self.log.append(module)
-
-    module, memo = tree(impl), Memo()
-    found = [each for _, each in module.named_modules(memo)]
-
-    assert all(a is b for a, b in zip(found, memo.log, strict=True))
-
-
-def test_tied_parameters_come_once(impl: Implementation) -> None:
-    """A parameter under two names is yielded under the first, or under both if asked."""
-    module = tree(impl)
-    once = [name for name, _ in module.named_parameters()]
-    every = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-    assert "tied" in once
-    assert "left.scale" not in once
-    assert {"tied", "left.scale", "right.weight", "again.weight"} <= set(every)
-    assert len([*module.parameters()]) == len(once)
+    assert same(scenario)[0] == "returned"
 
 
 def test_a_tensor_shared_as_parameter_and_buffer(impl: Implementation) -> None:
@@ -264,17 +208,6 @@ def test_operations_on_a_cycle_end_in_a_recursion_error(impl: Implementation, ca
     assert module.left.inner.back is module
 
 
-def test_a_cycle_with_duplicates_kept_ends_in_a_recursion_error(impl: Implementation) -> None:
-    """Keeping duplicates on a cycle yields each module once around, and cannot end well."""
-    module = tree(impl)
-    module.left.inner.back = module
-    walk = module.named_modules(remove_duplicate=False)
-
-    assert [next(walk)[0] for _ in range(3)] == ["", "left", "left.inner"]
-    with pytest.raises(RecursionError):
-        list(walk)
-
-
 def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None:
     """``train``, ``apply`` and ``_apply`` visit a module once per parent that holds it."""
     log = []
@@ -301,18 +234,6 @@ def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None
     assert log == ["train", "train", "_apply", "_apply", "apply", "apply"]
 
 
-def test_apply_visits_children_before_parents():
-    """``apply`` calls the function for every child first, then for the module, and returns it."""
-
-    def scenario(impl):
-        module = tree(impl)
-        log = []
-        returned = module.apply(lambda each: log.append(names(each, module)))
-        return log, returned is module
-
-    assert same(scenario)[0] == "returned"
-
-
 def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> None:
     """A child that is added to a module whose children are done is not visited."""
     module = tree(impl)
@@ -326,65 +247,6 @@ def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> Non
     module.apply(grow)
 
     assert log == ["left.inner", "left", "right", ""]
-
-
-@for_each(
-    "call",
-    [
-        "m.get_submodule('') is m",
-        "m.get_submodule('left') is m.left",
-        "m.get_submodule('left.inner') is m.left.inner",
-        "m.get_submodule('again') is m.right",
-        "m.get_parameter('gain') is m.gain",
-        "m.get_parameter('left.inner.weight') is m.left.inner.weight",
-        "m.get_buffer('right.mean') is m.right.mean",
-        "m.get_buffer('right.scratch') is m.right.scratch",
-        "m.right.get_buffer('unset') is None",
-        "m.set_submodule('left.inner', m.right) or m.left.inner is m.right",
-        "m.set_submodule('fresh', m.right) or m.fresh is m.right",
-        "m.set_submodule('left.fresh', m.right) or m.left.fresh is m.right",
-        "m.set_submodule('right', m.left, strict=True) or m.right is m.left",
-        "m.set_submodule('left', m.right, False) or m.left is m.right",
-    ],
-)
-def test_access_by_path(impl: Implementation, call: str) -> None:
-    """Dotted paths lead to the very objects, and put modules in their place."""
-    assert run(call, tree(impl)) is True
-
-
-def test_access_by_path_follows_plain_attributes(impl: Implementation) -> None:
-    """A path may lead through a module that is a plain attribute or a property."""
-
-    class Host(impl.Module):
-        @property
-        def linked(self):
-            return vars(self)["hidden"]
-
-    module = Host()
-    vars(module)["hidden"] = inner = leaf(impl)
-
-    assert module.get_submodule("hidden") is inner
-    assert module.get_parameter("linked.weight") is inner.weight
-    assert module.get_buffer("linked.mean") is inner.mean
-
-
-def test_paths_use_the_overridden_get_submodule(impl: Implementation) -> None:
-    """``get_parameter``, ``get_buffer`` and ``set_submodule`` go through ``get_submodule``."""
-    log = []
-
-    class Host(impl.Module):
-        def get_submodule(self, target):
-            log.append(target)
-            return super().get_submodule(target)
-
-    module = Host()
-    module.a = leaf(impl)
-    module.get_parameter("a.weight")
-    module.get_buffer("a.mean")
-    module.set_submodule("a.b", empty(impl))
-    module.set_submodule("c", empty(impl))
-
-    assert log == ["a", "a", "a"]
 
 
 def test_named_members_with_a_function_of_ones_own():
@@ -402,14 +264,6 @@ def test_named_members_with_a_function_of_ones_own():
         return once, every
 
     assert same(scenario)[0] == "returned"
-
-
-def test_a_module_without_members(impl: Implementation) -> None:
-    """An empty module yields itself and nothing else."""
-    module = empty(impl)
-
-    assert [*module.named_modules()] == [("", module)]
-    assert [*module.named_parameters(), *module.named_buffers(), *module.named_children()] == []
 
 
 def test_a_given_memo_goes_by_its_own_equality():
@@ -503,58 +357,12 @@ def test_modules_names_an_override_below_children_without_names(impl, names) -> 
     assert prefixes[0] == prefixes[1] == ".".join([*names, "own"]).lstrip(".")
 
 
-def test_get_submodule_costs_as_much_as_the_target_is_deep(impl: Implementation) -> None:
-    """The number of lookups depends on the target's depth, not on the tree's size."""
-    lookups: list[str] = []
+def test_a_cycle_with_duplicates_kept_ends_in_a_recursion_error(impl: Implementation) -> None:
+    """Keeping duplicates on a cycle yields each module once around, and cannot end well."""
+    module = tree(impl)
+    module.left.inner.back = module
+    walk = module.named_modules(remove_duplicate=False)
 
-    class Counting(impl.nn.Module):
-        def __getattr__(self, name):
-            lookups.append(name)
-            return super().__getattr__(name)
-
-        def named_modules(self, *args, **kwargs):
-            for name, module in super().named_modules(*args, **kwargs):
-                lookups.append(name)
-                yield name, module
-
-    def cost(siblings: int, target: str) -> int:
-        root = Counting()
-        for module in (root, root_child := Counting()):
-            for number in range(siblings):
-                module.add_module(f"sibling{number}", Counting())
-        root.child = root_child
-        root.child.leaf = leaf = Counting()
-        lookups.clear()
-
-        assert root.get_submodule(target) is {"child": root_child, "child.leaf": leaf}[target]
-        return len(lookups)
-
-    assert cost(100, "child") == cost(1, "child")
-    assert cost(100, "child.leaf") == cost(1, "child.leaf") == 2 * cost(1, "child")
-
-
-@pytest.mark.parametrize("method", ["get_parameter", "get_buffer"])
-def test_other_tensors_are_not_members(method: str) -> None:
-    """A plain tensor attribute is neither a parameter nor a buffer."""
-
-    def scenario(impl: Implementation) -> object:
-        module = function_module(impl, abs)
-        module.plain = torch.ones(1)
-        return getattr(module, method)("plain")
-
-    kind, error, text = same(scenario)
-
-    assert (kind, error) == ("raised", "AttributeError")
-    assert text.startswith("`plain` is not a")
-
-
-@for_each("kind", ["buffers", "children", "modules", "parameters"])
-def test_named_listing_pairs_names_with_members(impl: Implementation, kind: str) -> None:
-    """A named listing yields tuples of a str and the member that the plain listing yields."""
-    model = network(impl)
-    pairs = list(getattr(model, f"named_{kind}")())
-    members = list(getattr(model, kind)())
-
-    assert {type(pair) for pair in pairs} == {tuple}
-    assert {type(name) for name, _ in pairs} == {str}
-    assert [id(member) for _, member in pairs] == [id(member) for member in members]
+    assert [next(walk)[0] for _ in range(3)] == ["", "left", "left.inner"]
+    with pytest.raises(RecursionError):
+        list(walk)

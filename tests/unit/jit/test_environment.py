@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -16,35 +17,13 @@ from tests.processes import python
 CATEGORY = "FutureWarning" if _upstream.DEPRECATION is FutureWarning else "DeprecationWarning"
 
 
-def run(folder, code, *, compiler=True):
+def run(folder, code):
     """Run code in a process of its own, from a file as TorchScript reads it, and return the output."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
-    if compiler:
-        done = python(script)
-    else:  # torch looks at PYTORCH_JIT when it is imported
-        environment = {**os.environ, "PYTORCH_JIT": "0"}
-        line = [sys.executable, str(script)]
-        done = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
+    done = python(script)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("\n")[:-1]
-
-
-def test_importing_modkit_leaves_torchscript_alone(tmp_path):
-    """Neither the package nor its layers import modkit.jit, and nothing warns."""
-    lines = run(
-        tmp_path,
-        """
-        import sys, warnings
-        import torch
-        warnings.simplefilter("error")
-        before = set(sys.modules)
-        import modkit, modkit.nn, modkit.optim.swa_utils, modkit.schedules
-        print([name for name in sorted(set(sys.modules) - before) if "jit" in name])
-        """,
-    )
-
-    assert lines == ["[]"]
 
 
 def test_subpackages_are_attributes(tmp_path):
@@ -53,8 +32,11 @@ def test_subpackages_are_attributes(tmp_path):
         tmp_path,
         """
         import sys, warnings
+        import torch
         warnings.simplefilter("error")
-        import modkit
+        before = set(sys.modules)
+        import modkit, modkit.nn, modkit.schedules
+        print([name for name in sorted(set(sys.modules) - before) if "jit" in name])
         later = ["modkit.distributed", "modkit.jit", "modkit.models", "modkit.optim.swa_utils"]
         print([name for name in later if name in sys.modules])
         print(modkit.jit.ScriptModule.__name__, modkit.models.DynamicsNetwork.__name__)
@@ -69,6 +51,7 @@ def test_subpackages_are_attributes(tmp_path):
     )
 
     assert lines == [
+        "[]",
         "[]",
         "ScriptModule DynamicsNetwork",
         "AveragedModel",
@@ -205,56 +188,71 @@ for call in (
 """
 
 
-def test_with_the_compiler_turned_off_modules_run_as_python(tmp_path):
-    """With PYTORCH_JIT=0 functions return, and classes have, what they do in torch."""
-    ours, theirs = (
-        run(tmp_path, TURNED_OFF.format(library=library), compiler=False)
-        for library in ("modkit", "torch")
-    )
+LOADING = """
+import torch
+from {library} import jit
 
-    assert ours == theirs
-    assert ours[2] == "[3.0, 3.0] [3.0, 3.0]"
+module, x = jit.load({path!r}), torch.ones(1, 2)
+print(torch.equal(module(x), x @ next(module.parameters()).T))
+"""
+# Each script by itself, in one process: torch looks at PYTORCH_JIT when it is imported.
+ALL = """
+import contextlib, io, json, runpy, sys
 
-
-def test_an_archive_loads_with_the_compiler_turned_off(impl, tmp_path):
-    """Archives need no compiler: they load and run with PYTORCH_JIT=0."""
-    path = tmp_path / "net.pt"
-    run(
-        tmp_path,
-        f"""
-        import modkit.nn as nn
-        from modkit import jit
-        jit.script(nn.Sequential(nn.Linear(2, 2, bias=False))).save({str(path)!r})
-        """,
-    )
-    lines = run(
-        tmp_path,
-        f"""
-        import torch
-        from {impl} import jit
-        module = jit.load({str(path)!r})
-        x = torch.ones(1, 2)
-        weight = next(module.parameters())
-        print(torch.equal(module(x), x @ weight.T))
-        """,
-        compiler=False,
-    )
-
-    assert lines == ["True"]
+printed = {}
+for path in sys.argv[1:]:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            runpy.run_path(path)
+        except Exception as error:
+            print(error)
+    printed[path.rpartition("/")[2]] = output.getvalue().splitlines()
+print(json.dumps(printed))
+"""
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory):
-    """Save a network; return the path and what a one gives, as text."""
-    path = tmp_path_factory.mktemp("stored") / "net.pt"
-    net, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(), torch.ones(1, 2)
-    jit.save(jit.script(net), path, {"labels.txt": "cat"})
-    return str(path), str(net(x).tolist())
+def turned_off(tmp_path_factory):
+    """Run both programs on both libraries with PYTORCH_JIT=0; return what each prints."""
+    folder = tmp_path_factory.mktemp("turned_off")
+    path = str(folder / "net.pt")
+    jit.script(nn.Sequential(nn.Linear(2, 2, bias=False))).save(path)
+    for library in ("torch", "modkit"):
+        for name, code in {"running": TURNED_OFF, "loading": LOADING}.items():
+            script = folder / f"{name}_{library}"
+            script.write_text(code.format(library=library, path=path), encoding="utf-8")
+
+    scripts = [str(script) for script in folder.iterdir() if script.suffix != ".pt"]
+    done = subprocess.run(
+        [sys.executable, "-c", ALL, *scripts],
+        check=False,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTORCH_JIT": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
-def test_a_torch_whose_functions_refuse(tmp_path, stored):
+def test_with_the_compiler_turned_off_modules_run_as_python(turned_off):
+    """With PYTORCH_JIT=0 functions return, and classes have, what they do in torch."""
+    ours, theirs = turned_off["running_modkit"], turned_off["running_torch"]
+
+    assert ours == theirs
+    assert ours[2] == "[3.0, 3.0] [3.0, 3.0]"
+    assert len(ours) > 20
+
+
+def test_an_archive_loads_with_the_compiler_turned_off(impl, turned_off):
+    """Archives need no compiler: they load and run with PYTORCH_JIT=0."""
+    assert turned_off[f"loading_{impl}"] == ["True"]
+
+
+def test_a_torch_whose_functions_refuse(tmp_path):
     """Where every public function of torch.jit raises, archives load."""
-    path, expected = stored
+    path, net = str(tmp_path / "net.pt"), nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
+    jit.script(net).save(path)
+    expected = str(net(torch.ones(1, 2)).tolist())
     lines = run(
         tmp_path,
         f"""
@@ -279,23 +277,3 @@ def test_a_torch_whose_functions_refuse(tmp_path, stored):
     )
 
     assert lines == [expected, "RecursiveScriptModule", expected]
-
-
-def test_a_torch_without_a_reader_of_torchscript(tmp_path, stored):
-    """Where torch has nothing that reads TorchScript, the error says so."""
-    path, _ = stored
-    lines = run(
-        tmp_path,
-        f"""
-        import torch
-        del torch._C.import_ir_module, torch._C.import_ir_module_from_buffer
-
-        from modkit import jit
-        try:
-            jit.load({path!r})
-        except RuntimeError as error:
-            print(error)
-        """,
-    )
-
-    assert lines == ["this release of torch reads no TorchScript"]

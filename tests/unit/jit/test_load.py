@@ -1,7 +1,6 @@
 import functools
 import hashlib
 import io
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -99,15 +98,6 @@ def test_nothing_runs_of_a_damaged_archive(tmp_path):
     assert mark.exists()
 
 
-def test_extra_files_are_looked_for_before_loading():
-    """A missing extra file is named with those that are there, and nothing is filled in."""
-    files = {"labels.txt": "", "other.txt": "before"}
-
-    with pytest.raises(KeyError, match=r"no extra file 'other\.txt'; it has .*'labels\.txt'"):
-        jit.load(io.BytesIO(saved()[0]), _extra_files=files, strict_extra_files=True)
-    assert files == {"labels.txt": "", "other.txt": "before"}
-
-
 def test_a_torch_without_torchscript_says_so(monkeypatch):
     """Where torch has nothing that reads TorchScript the error says that."""
     monkeypatch.setattr(_archives, "import_module", None)
@@ -149,16 +139,6 @@ def test_what_the_reader_of_torch_refuses_is_a_corrupt_file(kind, tmp_path):
 
     with pytest.raises(FileError, match="corrupt: torch cannot read it: PytorchStreamReader"):
         jit.load(source)
-
-
-def test_a_link_and_a_path_as_bytes(tmp_path):
-    """A path may be anything that stands for one."""
-    real = as_path(tmp_path, saved()[0])
-    link = tmp_path / "link.pt"
-    link.symlink_to(real)
-
-    assert torch.equal(jit.load(link)(INPUTS), saved()[1])
-    assert torch.equal(jit.load(shutil.copy(real, tmp_path / "größe.pt"))(INPUTS), saved()[1])
 
 
 @pytest.mark.parametrize(("version", "named"), [((3, 13), False), ((3, 14), True)], ids=str)

@@ -115,13 +115,9 @@ def test_checkpoint_of_early_versions(networks):
 @pytest.mark.parametrize(
     "name",
     [
-        "BN",
         "LN, downsample",
-        "three layers",
         "PReLU",
-        "DownSample64, BN",
         "DownSample96, LN",
-        "RepresentationNetwork, LN",
         "RepresentationNetwork96, BN",
         "SimNorm",
         "PredictionNetwork, BN",

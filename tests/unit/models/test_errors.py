@@ -27,11 +27,6 @@ def network(**options):
     return models.DynamicsNetwork(**{**given, **options})
 
 
-def state(*shape):
-    """A hidden state of zeros."""
-    return torch.zeros(shape), torch.zeros(shape)
-
-
 @for_each("norm_type", ["GN", "IN", "bn", None, "", 0])
 @for_each("kind", ["DynamicsNetwork", "RepresentationNetwork", "PredictionNetwork", "DownSample"])
 def test_norm_type(kind, norm_type):
@@ -48,12 +43,6 @@ def test_norm_type(kind, norm_type):
         getattr(models, kind)(**options)
 
     assert str(caught.value) == "norm_type must in ['BN', 'LN']"
-
-
-def test_norm_type_of_a_model():
-    """The model refuses what its networks refuse."""
-    with pytest.raises(AssertionError, match="norm_type must in"):
-        models.EfficientZeroModel((4, 3, 3), norm_type="GN")
 
 
 @pytest.mark.parametrize("channels", [1, 2])
@@ -88,90 +77,6 @@ def test_constructor(options, error, text):
         network(**options)
 
 
-def test_shape_is_not_read_with_batch_normalization():
-    """BatchNorm needs no size of the planes, so any observation shape will do."""
-    assert network(observation_shape=None)(torch.randn(2, 8, 3, 3), None)[2].shape == (2, 601)
-
-
-def test_missing_shape():
-    """The observation shape has no default."""
-    with pytest.raises(TypeError, match="observation_shape"):
-        models.DynamicsNetwork()
-
-
-@for_each(
-    ("x", "hidden", "error", "text"),
-    [
-        ((4, 7, 3, 3), state(1, 4, 12), RuntimeError, "to have 8 channels, but got 7 channels"),
-        ((4, 9, 3, 3), state(1, 4, 12), RuntimeError, "to have 8 channels, but got 9 channels"),
-        ((4, 8, 3, 3), state(1, 3, 12), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
-        ((4, 8, 3, 3), state(1, 4, 11), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
-        ((4, 8, 3, 3), state(2, 4, 12), RuntimeError, r"Expected hidden\[0\] size \(1, 4, 12\)"),
-        (
-            (4, 8, 3, 3),
-            (torch.zeros(1, 4, 12), torch.zeros(1, 4, 11)),
-            RuntimeError,
-            r"Expected hidden\[1\] size \(1, 4, 12\)",
-        ),
-        ((4, 8, 3, 3), state(4, 12), RuntimeError, "hx and cx should also be 3-D"),
-        ((4, 8, 3, 3), torch.zeros(1, 4, 12), IndexError, "out of"),
-        ((4, 8, 3, 3), torch.zeros(2, 1, 4, 12), TypeError, "lstm"),
-        ((8, 3, 3), state(1, 4, 12), IndexError, "too many indices"),
-    ],
-    ids=str,
-)
-def test_call(x, hidden, error, text):
-    """Inputs and hidden states of wrong shapes raise what they raise in LightZero."""
-    with pytest.raises(error, match=text):
-        network().eval()(torch.randn(x), hidden)
-
-
-def test_precision():
-    """Inputs and hidden states of another precision than the weights are refused."""
-    net, x = network().eval(), torch.randn(4, 8, 3, 3)
-    double = tuple(part.double() for part in state(1, 4, 12))
-
-    with pytest.raises(RuntimeError, match="type"):
-        net(x.double(), state(1, 4, 12))
-    with pytest.raises(RuntimeError, match="dtype"):
-        net(x, double)
-
-
-def test_hidden_state_left_out():
-    """The hidden state has to be given, if only as None."""
-    with pytest.raises(TypeError, match="reward_hidden_state"):
-        network()(torch.randn(4, 8, 3, 3))
-
-
-def test_no_activation():
-    """None for the activation is an error in the call, as it is in LightZero."""
-    net = network(activation=None)
-
-    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
-        net(torch.randn(4, 8, 3, 3), None)
-
-
-@pytest.mark.parametrize("norm_type", ["BN", "LN"])
-def test_single_sample_in_training(norm_type):
-    """One sample has no variance to train on; evaluated, it is fine."""
-    net, x = network(norm_type=norm_type), torch.randn(1, 8, 3, 3)
-
-    with pytest.raises(ValueError, match=r"more than 1 value per channel.*\[1, 12\]"):
-        net(x, None)
-
-    assert net.eval()(x, None)[2].shape == (1, 601)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_no_samples(training):
-    """An empty batch comes out empty."""
-    latent, (h, c), prefix = network().train(training)(torch.randn(0, 8, 3, 3), None)
-
-    assert latent.shape == (0, 6, 3, 3)
-    assert h.shape == c.shape == (1, 0, 12)
-    assert prefix.shape == (0, 601)
-
-
 @pytest.mark.parametrize(
     ("size", "samples"), [(4, 4), (6, 16)], ids=["does not divide", "divides into more samples"]
 )
@@ -182,24 +87,6 @@ def test_planes_of_another_size(size, samples):
 
     with pytest.raises(RuntimeError, match=text):
         network().eval()(torch.randn(4, 8, size, size), state(1, samples, 12))
-
-
-def test_planes_of_another_size_in_prediction():
-    """The heads of policy and value refuse it too."""
-    options = dict(CASES["PredictionNetwork, BN"].options)
-    x = torch.randn(2, 8, 12, 7)
-
-    with pytest.raises(RuntimeError, match="flatten_output_size_for_value_head=84"):
-        models.PredictionNetwork(**options)(x)
-    options["flatten_output_size_for_value_head"] = 2 * 12 * 7
-    with pytest.raises(RuntimeError, match="flatten_output_size_for_policy_head=126"):
-        models.PredictionNetwork(**options)(x)
-
-
-def test_planes_of_another_size_with_layer_norm():
-    """LayerNorm has a size of its own, and says so."""
-    with pytest.raises(RuntimeError, match=r"Given normalized_shape=\[6, 3, 3\]"):
-        network(norm_type="LN")(torch.randn(4, 8, 6, 6), None)
 
 
 @pytest.mark.parametrize("kind", ["DownSample", "RepresentationNetwork", "EfficientZeroModel"])
@@ -301,3 +188,20 @@ def test_signature():
     assert repr(defaults.pop("activation")) == "ReLU(inplace=True)"
     assert defaults == documented
     assert list(defaults) == list(documented)
+
+
+def state(*shape):
+    """A hidden state of zeros."""
+    return torch.zeros(shape), torch.zeros(shape)
+
+
+def test_planes_of_another_size_in_prediction():
+    """The heads of policy and value refuse it too."""
+    options = dict(CASES["PredictionNetwork, BN"].options)
+    x = torch.randn(2, 8, 12, 7)
+
+    with pytest.raises(RuntimeError, match="flatten_output_size_for_value_head=84"):
+        models.PredictionNetwork(**options)(x)
+    options["flatten_output_size_for_value_head"] = 2 * 12 * 7
+    with pytest.raises(RuntimeError, match="flatten_output_size_for_policy_head=126"):
+        models.PredictionNetwork(**options)(x)

@@ -4,7 +4,6 @@ import pickle
 import pytest
 import torch
 
-import modkit
 from modkit import models, nn
 from tests.cases import for_each
 from tests.efficientzero import CASES, mean_of_dynamics, scramble, small, tensors_in
@@ -42,19 +41,6 @@ def old_checkpoint(net, prefix=""):
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def test_checkpoint_of_early_versions(network):
-    """The blocks that early versions saved and never used are left out."""
-    checkpoint = old_checkpoint(network)
-    other = CASES["BN"].build(models).eval()
-
-    keys = other.load_state_dict(checkpoint)
-
-    assert keys == ([], [])
-    assert len(checkpoint) == len(network.state_dict()) + 12
-    given = inputs()
-    assert equal(other(*given), network(*given))
-
-
 @pytest.mark.parametrize("root", [nn.ModuleDict, torch.nn.ModuleDict], ids=["modkit", "torch"])
 def test_checkpoint_of_early_versions_within_a_model(network, root):
     """They are left out of a network inside a model of either library, too."""
@@ -78,16 +64,6 @@ def test_unexpected_key_is_still_reported(network):
     assert equal(list(other.state_dict().values()), list(before.values()))
 
 
-def test_checkpoint_stays_as_it_was(network):
-    """Loading leaves the caller's checkpoint alone."""
-    checkpoint = old_checkpoint(network)
-    keys = list(checkpoint)
-
-    network.load_state_dict(checkpoint)
-
-    assert list(checkpoint) == keys
-
-
 # --- activations ----------------------------------------------------------------------------------
 
 
@@ -97,16 +73,6 @@ def test_default_activation_is_shared_within_a_model():
 
     parts = model.representation_network, model.dynamics_network, model.prediction_network
     assert all(part.activation is model.activation for part in parts)
-
-
-def test_given_activation_is_used_as_it_is():
-    """An activation that was given is in all the places, itself."""
-    activation = nn.GELU()
-
-    net = models.DynamicsNetwork((4, 6, 6), activation=activation)
-
-    assert net.activation is activation
-    assert sum(module is activation for _, module in net.named_modules(remove_duplicate=False)) == 4
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -122,17 +88,6 @@ def test_mean_of_the_dynamics(activation, num_res_blocks, norm_type):
     scramble(net)
 
     assert net.get_dynamic_mean() == pytest.approx(mean_of_dynamics(net), rel=1e-12)
-
-
-def test_first_value_prefix_is_zero():
-    """The last layer starts at zero unless told otherwise, and gets a gradient nevertheless."""
-    net = small(last_linear_layer_init_zero=True).build(models)
-    _, _, prefix = net(*inputs())
-    prefix.sum().backward()
-
-    assert not prefix.any()
-    assert net.fc_reward_head[3].weight.grad.any()
-    assert not net.conv1x1_reward.weight.grad.any()
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -163,16 +118,6 @@ def test_shapes_of_actions():
     assert equal(flat, column)
 
 
-def test_vector_observations():
-    """One number, or a tuple of one, is a column of that height."""
-    options = dict(CASES["model, BN, one_hot"].options)
-    for shape in (5, (5,)):
-        options["observation_shape"] = shape
-        root = models.EfficientZeroModel(**options).initial_inference(torch.randn(2, 1, 5, 1))
-
-        assert root.latent_state.shape == (2, 8, 5, 1)
-
-
 # --- tools ----------------------------------------------------------------------------------------
 
 
@@ -185,15 +130,6 @@ def test_scripted_network_takes_no_hidden_state(network):
     torch.testing.assert_close(
         list(tensors_in(torch.jit.script(network)(x, None))), list(tensors_in(expected))
     )
-
-
-def test_symbolic_trace(network):
-    """A tracer of fx records the network; the traced one computes the same."""
-    given = inputs()
-
-    traced = torch.fx.symbolic_trace(network)
-
-    assert equal(traced(*given), network(*given))
 
 
 def test_compile(network):
@@ -215,29 +151,10 @@ def test_copies(network):
         assert other.activation is not network.activation
 
 
-def test_functional_call(network):
-    """The network runs with weights from outside."""
+def test_symbolic_trace(network):
+    """A tracer of fx records the network; the traced one computes the same."""
     given = inputs()
-    weights = {name: torch.zeros_like(p) for name, p in network.named_parameters()}
 
-    latent, _, prefix = torch.func.functional_call(network, weights, given)
+    traced = torch.fx.symbolic_trace(network)
 
-    assert torch.equal(latent, given[0][:, :8].relu())
-    assert not prefix.any()
-
-
-def test_average_of_a_model():
-    """``EMA`` averages a model by name, and swaps the average in."""
-    model = CASES["model, BN, one_hot"].build(models)
-    ema = modkit.EMA(model, decay=0.5)
-    first = copy.deepcopy(dict(model.named_parameters()))
-    ema.update()
-    scramble(model)
-    ema.update()
-
-    with ema.applied():
-        actual = dict(model.named_parameters())["dynamics_network.conv.weight"].clone()
-
-    raw = model.dynamics_network.conv.weight
-    expected = (first["dynamics_network.conv.weight"] + raw) / 2
-    torch.testing.assert_close(actual, expected)
+    assert equal(traced(*given), network(*given))
