@@ -10,6 +10,7 @@ import torch
 
 import modkit.jit
 import modkit.nn
+from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.unit.test_public_face import NAMESPACES, public_objects
 
