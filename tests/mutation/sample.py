@@ -38,7 +38,7 @@ from tests.mutation.run import FOUND, ROOT, keep, today
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from coverage import CoverageData
 
@@ -142,7 +142,7 @@ def mutants(source: str, seed: int) -> Iterator[Mutant]:
         except SyntaxError:
             continue
         # The type of `cast` is for readers and type checkers.
-        if set(old) != set(new) or "cast(None" in after:
+        if set(old) != set(new) or "cast(None" in after or 'cast("any"' in after:
             continue
         functions = {
             by_place[where]: new[place]
@@ -186,6 +186,7 @@ class Runner:
     count: int
     seed: int
     minutes: float
+    only: set[str]
     failed: list[str] = field(default_factory=list)
     results: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -226,8 +227,11 @@ class Runner:
 
         ends = time.monotonic() + 60 * self.minutes
         for mutant in mutants(self.source, self.seed):
-            if len(self.results) >= self.count or time.monotonic() > ends:
+            wanted = len(self.only) or self.count
+            if len(self.results) >= wanted or time.monotonic() > ends:
                 break
+            if self.only and mutant.text not in self.only:
+                continue
             reached = tests_of(mutant, recorded)
             chosen = [item for item in usable if item.nodeid in reached]
             result = self._first_failing(chosen, mutant)
@@ -276,10 +280,12 @@ class Runner:
         os.write(writer, b"end\n")
 
 
-def run_part(name: str, count: int, seed: int, minutes: float = math.inf) -> dict[str, Any]:
+def run_part(
+    name: str, count: int, seed: int, minutes: float = math.inf, only: Iterable[str] = ()
+) -> dict[str, Any]:
     """Run a sample of the mutants of one part; return the figures and the mutants that survived."""
     source, tests = PARTS[name]
-    runner = Runner(source, count, seed, minutes)
+    runner = Runner(source, count, seed, minutes, set(only))
     paths = [str(ROOT / "tests" / path) for path in tests.split()]
     pytest.main(
         ["-q", "-p", "no:cacheprovider", "--timeout=0", "-k", LEFT_OUT, *paths],
@@ -298,6 +304,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=17)
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop each part after that")
     parser.add_argument("--part", choices=[*PARTS])
+    parser.add_argument(
+        "--survivors", type=Path, help="only those that survived, by a file of --out"
+    )
     parser.add_argument("--out", type=Path, help="write the figures there, and not into the page")
     given = parser.parse_args()
 
@@ -311,7 +320,12 @@ def main() -> None:
             )
         return
 
-    figures = run_part(given.part, given.count, given.seed, given.minutes)
+    only = (
+        json.loads(given.survivors.read_text(encoding="utf-8"))["survived"]
+        if given.survivors
+        else ()
+    )
+    figures = run_part(given.part, given.count, given.seed, given.minutes, only)
     if given.out:
         given.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         return
