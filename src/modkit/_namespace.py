@@ -150,7 +150,7 @@ class _View(types.ModuleType):
         )
 
 
-_dict_of_module: Final = types.ModuleType.__dict__["__dict__"].__get__
+_dict_of_module: Final[Any] = inspect.getattr_static(types.ModuleType, "__dict__").__get__
 
 
 def _mirror_name(view: type[_View], source: types.ModuleType, name: str) -> None:
