@@ -88,7 +88,8 @@ of a few lines calls; one script names a GPU in one line, which was changed:
 
 {scripts}
 
-To {averaged} of them, an average was added with the lines of the [tutorial](tutorial.md), saved in the middle of the run, and
+To {averaged} of them, an average was added with the lines of the [tutorial](tutorial.md), or for
+Lightning of [its callback](callbacks.md#lightning), saved in the middle of the run, and
 resumed in a new process. Averages, weights, optimizers and random states at the end are bitwise those of the
 uninterrupted run:
 

@@ -194,6 +194,27 @@ _SMALL_GAN = """\
 options = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
 trainer = Trainer(accelerator="cpu", devices=1, enable_progress_bar=False, **options)
 """
+# Lightning restores no random states. The loader draws its order after `on_fit_start`.
+_LIGHTNING = """\
+from pathlib import Path
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modkit.integrations.lightning import EMACallback
+class RandomState(Callback):
+    state = None
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["random"] = torch.get_rng_state()
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.state = checkpoint["random"]
+    def on_fit_start(self, trainer, module):
+        if self.state is not None:
+            torch.set_rng_state(self.state)
+keep = ModelCheckpoint("kept", "{epoch}", save_top_k=-1)
+options["callbacks"] = [EMACallback(decay=0.9), RandomState(), keep]
+"""
+_RESUME = """\
+first = "kept/epoch=0.ckpt"
+trainer.fit(model, dm, ckpt_path=first if Path(first).exists() else None)
+"""
 SCRIPTS = (
     Script(
         "nanoGPT",
@@ -354,6 +375,10 @@ SCRIPTS = (
         data="all_digits",
         folders=("examples/pytorch/domain_templates",),
         patches=(Edit(_GAN, _SMALL_GAN, "instead"),),
+        ema=(
+            Edit(_SMALL_GAN.splitlines()[-1], _LIGHTNING, "before"),
+            Edit("trainer.fit(model, dm)", _RESUME, "instead"),
+        ),
     ),
     Script(
         "Chronos-2 fine-tuning",
