@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks import files, growth as growing, report, rows as operations, workloads
+from benchmarks import files, growth as growing, report, rows as operations, scripts, workloads
 from benchmarks.measure import Found, measure, quiet
 
 
@@ -30,6 +30,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
     help="Also time trees of 100 to 40,000 modules. On, unless --only is given.",
 )
 @click.option("--without-compile", is_flag=True, help="Leave torch.compile out: it takes minutes.")
+@click.option(
+    "--scripts",
+    "checkouts",
+    envvar="MODKIT_SCRIPTS",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Also time steps of public scripts, whose checkouts are in this folder at OWNER/NAME.",
+)
 @click.option("--check", is_flag=True, help="Exit with 1 if a budget is missed by more than noise.")
 @click.option("--json", "json_path", type=FILE, help="Write everything to this file as JSON.")
 @click.option("--markdown", "markdown_path", type=FILE, help="Write the tables to this file.")
@@ -38,6 +45,7 @@ def main(
     seconds: float,
     growth: bool | None,
     without_compile: bool,
+    checkouts: Path | None,
     check: bool,
     json_path: Path | None,
     markdown_path: Path | None,
@@ -48,6 +56,7 @@ def main(
     torch; the tables show the median of the ratios and the middle half of them.
     """
     every = [*operations.OPERATIONS, *files.ROWS, *workloads.rows(with_compile=not without_compile)]
+    every += scripts.rows(checkouts)
     rows = [row for row in every if not only or any(word in row.name for word in only)]
     if not rows:
         names = "\n  ".join(row.name for row in every)

@@ -16,11 +16,13 @@ ARMS: Final[dict[str, tuple[str, ...]]] = {
     "operations": ("limit",),
     "files": ("zlib", "safetensors"),
     "inference": ("modkit", "TorchScript frozen", "torch.compile", "limit"),
+    "scripts": ("modkit",),
 }
 HEADINGS: Final = {
     "operations": ("operation", "ratio"),
     "files": ("operation", "ratio"),
     "inference": ("model", "fast_inference"),
+    "scripts": ("step of a script", "fast_inference"),
 }
 
 
@@ -75,7 +77,7 @@ def ratios(rows: list[Found], name: str) -> str:
         budget = "\N{EN DASH}" if row["budget"] is None else f"{row['budget']:.2f}"
         lines.append(
             [
-                row["name"] if name == "inference" else f"`{row['name']}`",
+                row["name"] if name in {"inference", "scripts"} else f"`{row['name']}`",
                 amount(row["base"], row["unit"]),
                 f"{row['ratio']:.2f} ({row['low']:.2f} to {row['high']:.2f})",
                 budget,

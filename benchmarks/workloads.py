@@ -16,7 +16,7 @@ from torch import Tensor
 
 import modkit
 from benchmarks.measure import Arms, Code, Row
-from benchmarks.rows import TRACE, both, module
+from benchmarks.rows import module
 from modkit.models import DynamicsNetwork
 
 
@@ -316,27 +316,11 @@ MODELS: Final[list[tuple[str, float | None, Any, Any]]] = [
 ]
 
 
-def traced(nn: Any, make: Any) -> Any:
-    """Make a model of users' modules for dynamo to trace."""
-    model, inputs = make(nn)
-    return {"m": model.eval(), "inputs": inputs, "torch": torch}
-
-
-TRACED: Final[dict[str, Any]] = {
-    "a transformer of 6 layers": partial(transformer, layers=6, heads=4, width=64),
-    "ResNet-18": partial(resnet18, width=16),
-}
-
-
 def rows(*, with_compile: bool = True) -> list[Row]:
     """Return all rows of this file; torch.compile takes most of the time to prepare them."""
     made = []
     for name, budget, make, limit in MODELS:
         arms = partial(contestants, make=make, limit=limit, with_compile=with_compile)
         made.append(Row(name, budget, arms, None, "inference"))
-    traces = [
-        both(f"dynamo trace, {name}", TRACE, partial(traced, make=make), 1.02)
-        for name, make in TRACED.items()
-    ]
     search = Row("EfficientZero search, 16 channels", 0.77, searching, None, "inference")
-    return [*made, search, *traces]
+    return [*made, search]

@@ -53,10 +53,11 @@ class Lines(NamedTuple):
     comment: int
 
 
-def count_lines(source: str) -> Lines:
-    """Count the lines of a file; blank lines, also those in docstrings, are of no sort."""
-    written = {number for number, line in enumerate(source.splitlines(), 1) if line.strip()}
+def sort_lines(source: str) -> tuple[set[int], set[int], dict[int, int]]:
+    """Return the numbers of the lines of code, of those of docstrings, and of those with a comment.
 
+    A comment comes with the column that it begins at.
+    """
     documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -65,13 +66,29 @@ def count_lines(source: str) -> Lines:
                 documented.update(range(first.lineno, (first.end_lineno or 0) + 1))
 
     code: set[int] = set()
-    commented: set[int] = set()
+    commented: dict[int, int] = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            commented.add(token.start[0])
+            commented[token.start[0]] = token.start[1]
         elif token.type not in NO_CODE:
             code.update(range(token.start[0], token.end[0] + 1))
-    return Lines(len(code - documented), len(documented & written), len(commented))
+    return code - documented, documented, commented
+
+
+def count_lines(source: str) -> Lines:
+    """Count the lines of a file; blank lines, also those in docstrings, are of no sort."""
+    written = {number for number, line in enumerate(source.splitlines(), 1) if line.strip()}
+    code, documented, commented = sort_lines(source)
+    return Lines(len(code), len(documented & written), len(commented))
+
+
+def code_of(source: str) -> str:
+    """Return the lines of code of a file, without the comments behind them."""
+    code, _, commented = sort_lines(source)
+    lines = enumerate(source.splitlines(), 1)
+    return "\n".join(
+        line[: commented.get(number)].rstrip() for number, line in lines if number in code
+    )
 
 
 def shipped() -> dict[str, Path]:

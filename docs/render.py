@@ -2,6 +2,7 @@
 
 python docs/render.py                    # pages, blocks, figures and pictures, where they are out of date
 python docs/render.py --check            # exit with 1 and name what is out of date
+python docs/render.py --check --figures  # also name figures that were measured on older code
 python docs/render.py --renew NAME       # first run again what docs/_render/results/NAME.json was measured with
 python docs/render.py --record FILE      # first store a run of the tests: what `pytest --junitxml=FILE` wrote
 """
@@ -18,7 +19,9 @@ from _render import (  # noqa: E402 - found through the line above
     comparison,
     differences,
     ema_losses,
+    fast_inference,
     figures,
+    measured_code,
     readme,
     renew,
     sharded_memory,
@@ -45,6 +48,7 @@ BLOCKS = {
     DOCS / "benchmarks.md": benchmark_tables,
     DOCS / "comparison.md": comparison,
     DOCS / "distributed.md": sharded_memory,
+    DOCS / "fast_inference.md": fast_inference,
 }
 # Pictures are drawn from data or by running commands, and need libraries that pages do not need.
 PICTURES = (figures, terminal)
@@ -96,6 +100,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--figures", action="store_true", help="check what they were measured on")
     parser.add_argument("--renew", choices=sorted(renew.COMMANDS), help="run again, and store")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a run of the tests")
     parser.add_argument("--again", type=Path, nargs="*", default=[], help="of files that ran again")
@@ -105,7 +110,9 @@ def main() -> int:
     if options.check:
         names = [*stale(), *stale_pictures()]
         sys.stderr.writelines(f"not up to date: {name}\n" for name in names)
-        return bool(names)
+        older = measured_code.outdated() if options.figures else []
+        sys.stderr.writelines(f"measured on older code: {line}\n" for line in older)
+        return bool(names or older)
 
     failures = 0
     if options.renew:

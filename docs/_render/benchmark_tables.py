@@ -6,6 +6,7 @@
 from typing import Any
 
 from _render.markdown import fill, table
+from _render.measured_code import note
 from _render.stored_results import read
 
 
@@ -122,7 +123,8 @@ def growth(series: list[dict[str, Any]]) -> str:
 def machine(results: dict[str, Any]) -> str:
     """Return the date of the run and its machine."""
     text = "{cores}-core {processor} CPU, {system}, Python {python}, torch {torch}"
-    return f"Measured {results['date']} on a {text.format(**results['machine'])}."
+    measured_on = f"Measured {results['date']} on a {text.format(**results['machine'])}."
+    return fill(f"{measured_on} {note('benchmarks')}".strip())
 
 
 def blocks() -> dict[str, str]:
@@ -144,4 +146,5 @@ def page() -> str:
 
     names = ("operations", "files", "inference")
     tables = {name: budgets_table(name) for name in names}
-    return BUDGETS.format(summary=report.heading(read("benchmarks")), **tables)
+    summary = f"{report.heading(read('benchmarks'))} {note('benchmarks')}".strip()
+    return BUDGETS.format(summary=summary, **tables)

@@ -4,6 +4,7 @@ The times are those of the last `nox -s peers`.
 """
 
 from _render.markdown import fill, table
+from _render.measured_code import note
 from _render.stored_results import read
 
 
@@ -67,5 +68,7 @@ def blocks() -> dict[str, str]:
     return {
         "features": f"{features([*AVERAGES])}\n\n{compared(averages['versions'], AVERAGES)}",
         "features of loading": f"{loading}\n\n{compared(state_dicts['versions'], STATE_DICTS)}",
-        "times of averages": f"{times('update')}\n\n{times('swap')}",
+        "times of averages": "\n\n".join(
+            [times("update"), times("swap"), *filter(None, [note("averaging_libraries")])]
+        ),
     }

@@ -6,6 +6,7 @@ from typing import Any
 import modkit
 from _render.ema_losses import RAW
 from _render.markdown import fill, table
+from _render.measured_code import note
 from _render.stored_results import read, release
 from _render.tested_with import NOT_RUN, totals
 
@@ -136,7 +137,8 @@ def times() -> str:
     lines = [[title, *extremes(*selection)] for title, selection in TIMES.items()]
     lines.append([UPDATE, *updates()])
     lines.append(["everything else a module does", "", others()])
-    return table(["time relative to torch", "fastest row", "slowest row"], lines)
+    shown = table(["time relative to torch", "fastest row", "slowest row"], lines)
+    return "\n\n".join([shown, *filter(None, [note("benchmarks")])])
 
 
 def listed(words: list[str]) -> str:

@@ -19,6 +19,7 @@ from xml.etree import ElementTree as ET
 
 from _render import ema_losses as ema_losses_page
 from _render.comparison import AVERAGES, STATE_DICTS
+from _render.measured_code import DESCRIBED, digests
 from _render.stored_results import ROOT, file_of, read, release, today, write
 from _render.tested_with import COUNTS
 
@@ -31,8 +32,17 @@ NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelera
 
 def benchmarks() -> None:
     """Measure everything, half an hour on an idle machine; a missed budget does not stop the run."""
+    code = digests(DESCRIBED["benchmarks"])
     command = [sys.executable, "-m", "benchmarks", "--json", str(file_of("benchmarks"))]
     subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
+    write("benchmarks", {**read("benchmarks"), "code": code})
+
+
+def peers() -> None:
+    """Note that the times of other libraries, which are entered by hand, are of the code as it is."""
+    results = read("averaging_libraries")
+    results["times"]["code"] = digests(DESCRIBED["averaging_libraries"])
+    write("averaging_libraries", results)
 
 
 def ema_losses() -> None:
@@ -188,6 +198,7 @@ def order(run: dict[str, Any]) -> tuple[Any, ...]:
 
 COMMANDS = {
     "benchmarks": benchmarks,
+    "peers": peers,
     "ema_losses": ema_losses,
     "averaging_libraries": averaging_libraries,
     "state_dict_libraries": state_dict_libraries,

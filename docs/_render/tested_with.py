@@ -3,17 +3,16 @@
 The sessions of nox that run the tests store their results: `nox -s "tests(torch='2.8.0')"`, `xla`, `suites`, `compat`.
 """
 
-from pathlib import Path
 from typing import Any
 
 from _render.markdown import table
 from _render.stored_results import read, release
-from modkit.compat.swap import swap_source
 
 
-SCRIPTS = Path(__file__).parents[2] / "tests/integration/training_scripts/scripts"
 COUNTS = ("passed", "skipped", "xfailed", "failed")
 SIDES = ("torch", "whole", "user")
+# How many of the lines that change in a script its row shows.
+SHOWN_LINES = 4
 NOT_RUN = {"XLA": "not run", "CUDA": "not run", "XPU": "not run", "MTIA": "not run"}
 TEXT = """\
 # Tested with
@@ -81,11 +80,24 @@ Memory snapshots (`torch.cuda.memory`) need a GPU and were not run.
 
 ## Training scripts
 
-Short renditions of public training scripts, each run from one seed on torch and with its imports changed. Every logged
-loss, and every tensor of the final state dicts, is bitwise equal, except the count of batches that one average of the
-recipe for SWA copies, a [listed difference](differences.md).
+Public training scripts, unchanged except for `torch.nn`, `torch.jit` and `torch.optim.swa_utils`, which modkit replaces in
+the script and in the modules of its repository. Each runs on small random data from one seed, on torch {scripts_torch} and on
+modkit. Compared bit by bit are the loss of each backward pass, each loss that is printed, and at the end the states of
+all modules, all optimizers and the random generators. Two libraries have their training loop in a method, which a program
+of a few lines calls. The Lightning script names a GPU in one line, which was changed to the CPU, with fewer epochs and
+batches. For yolov5, `nms` of torchvision was a function in Python on both sides, because the compiled operators of
+torchvision could not be loaded:
 
 {scripts}
+
+To {averaged} of them, an average was added with the lines of the [tutorial](tutorial.md), or for
+Lightning of [its callback](callbacks.md#lightning), saved in the middle of the run, and
+resumed in a new process. Averages, weights, optimizers and random states at the end are bitwise those of the
+uninterrupted run:
+
+{resumed}
+
+`python -m tests.suites.training_scripts FOLDER` repeats this with the checkouts in a folder.
 
 ## Functions and models
 
@@ -105,6 +117,7 @@ def page() -> str:
     """Return the page in Markdown."""
     suites = read("library_suites")
     compat = read("modkit_compat")
+    scripts = read("training_scripts")
     runs = sorted(compat["behaviors"].values(), key=lambda run: release(run["torch"]))
     return TEXT.format(
         versions=versions_table(),
@@ -113,7 +126,10 @@ def page() -> str:
         suites=suites_table(suites["suites"]),
         differing=differing(suites["suites"]),
         probes=probes(suites["probes"]),
-        scripts=scripts_table(),
+        scripts_torch=scripts["torch"],
+        scripts=scripts_table(scripts["scripts"]),
+        averaged=sum("average" in row for row in scripts["scripts"].values()),
+        resumed=resumed_table(scripts["scripts"]),
         cases=runs[-1]["areas"]["all"]["cases"],
         releases=behaviors_table(runs),
         models=models_table(compat["models"]),
@@ -216,21 +232,46 @@ def differing(suites: dict[str, Any]) -> str:
     return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."
 
 
-def scripts_table() -> str:
+def scripts_table(scripts: dict[str, Any]) -> str:
     """Return the training scripts, with the lines that differ between torch and modkit."""
     rows = []
-    for script in sorted(SCRIPTS.glob("*.py"), key=lambda script: script.stem):
-        source = script.read_text(encoding="utf-8")
-        lines, swapped = source.splitlines(), swap_source(source).splitlines()
-        # The docstring is only followed by an import on its line.
-        changed = [
-            f"`{line.strip()}`"
-            for line, new in zip(lines[1:], swapped[1:], strict=True)
-            if line != new
-        ]
-        kind, _, origin = lines[0].strip('".').partition(": ")
-        rows.append([kind, origin, len(lines), "<br>".join(changed)])
-    return table(["script", "after", "lines", "lines that change"], rows)
+    for row in scripts.values():
+        where = f"{row['repository']}, {row['script']}, commit {row['commit'][:7]}"
+        counts = [row["losses"], row["modules of modkit"]]
+        rows.append([row["kind"], where, *counts, changed_lines(row), verdict(row)])
+    heading = ["trains", "script", "losses", "modules of modkit", "lines that change", "result"]
+    return table(heading, rows)
+
+
+def changed_lines(row: dict[str, Any]) -> str:
+    """Return the lines of a script that change, and how many do in its modules."""
+    lines = row["lines"] or row["lines of files"]
+    shown = [f"`{line}`" for line in lines[:SHOWN_LINES]]
+    more = len(lines) - len(shown)
+    if row["lines"]:
+        more += len(row["lines of files"])
+    return "<br>".join([*shown, *[f"and {more} more"] * bool(more)])
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """Return what differs, or that nothing does."""
+    return f"differs: {', '.join(row['differing'])}" if row["differing"] else "equal"
+
+
+def resumed_table(scripts: dict[str, Any]) -> str:
+    """Return the scripts that an average was added to."""
+    rows = [
+        [f"{row['repository']}, {row['script']}", *average_cells(row["average"])]
+        for row in scripts.values()
+        if "average" in row
+    ]
+    return table(["script", "lines added", "backward passes", "resumed before", "result"], rows)
+
+
+def average_cells(average: dict[str, Any]) -> list[object]:
+    """Return the cells of a run with an average."""
+    before = average["losses"] - average["of them resumed"] + 1
+    return [average["lines"], average["losses"], f"number {before}", verdict(average)]
 
 
 def probes(rows: dict[str, Any]) -> str:

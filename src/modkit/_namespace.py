@@ -86,10 +86,29 @@ def _torch_name(name: str) -> str:
 class _View(types.ModuleType):
     """A module that reads and assigns the attributes of the torch module of the same name.
 
-    Its ``__dict__`` holds modkit's names, the views below it, the files of its folder, and dunders.
+    Of its own, it has modkit's names, the views below it, the files of its folder, and dunders.
     """
 
     __own__: frozenset[str]
+    # Names of torch that the type has a property for.
+    __mirrored__: set[str]
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        # Scripts look layers up by name or walk them: `[v for k, v in nn.__dict__.items() if "Norm"
+        # in k]`. Attributes are read through the properties, which come before these entries.
+        entries: dict[str, Any] = _dict_of_module(self)
+        source = sys.modules[_torch_name(self.__name__)]
+        mirrored = self.__mirrored__
+        for name, value in vars(source).items():
+            if name not in mirrored and (name in entries or name.startswith("__")):
+                continue
+            entries[name] = value
+            if name not in mirrored:
+                _mirror_name(type(self), source, name)
+        for name in mirrored - vars(source).keys():
+            entries.pop(name, None)
+        return entries
 
     def __getattr__(self, name: str) -> Any:
         source = sys.modules[_torch_name(self.__name__)]
@@ -108,7 +127,7 @@ class _View(types.ModuleType):
             setattr(sys.modules[_torch_name(self.__name__)], name, value)
 
     def __delattr__(self, name: str) -> None:
-        if name in self.__dict__:
+        if self._is_own(name, _dict_of_module(self).get(name)):
             super().__delattr__(name)
         else:
             delattr(sys.modules[_torch_name(self.__name__)], name)
@@ -131,18 +150,14 @@ class _View(types.ModuleType):
         )
 
 
-def _view_type(source: types.ModuleType, own: OwnNames, plain: Sequence[str]) -> type[_View]:
-    """Return a type of view with properties: ``__getattr__`` takes ten times as long.
+_dict_of_module: Final[Any] = inspect.getattr_static(types.ModuleType, "__dict__").__get__
 
-    Names in ``plain`` are attributes of the view itself, which a property would hide.
-    """
-    readers = {
-        # It reads at each access, because attributes of torch may be replaced.
-        name: property(lambda _, name=name: getattr(source, name))  # type: ignore[misc]
-        for name in vars(source)
-        if not name.startswith("__") and name not in plain
-    }
-    return type("Namespace", (_View,), {**readers, "__own__": frozenset(own)})
+
+def _mirror_name(view: type[_View], source: types.ModuleType, name: str) -> None:
+    """Give a type of view a property for a name: ``__getattr__`` takes ten times as long."""
+    # It reads at each access, because attributes of torch may be replaced.
+    setattr(view, name, property(lambda _: getattr(source, name)))
+    view.__mirrored__.add(name)
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -244,9 +259,11 @@ class _Finder(MetaPathFinder, Loader):
         below = [name for parent, _, name in parents if parent == module.__name__]
         module.__doc__ = module.__doc__ or source.__doc__
         # The module itself stays, since it may have been imported before it is a view.
-        module.__class__ = _view_type(source, own_names, [*own_names, *below, *vars(module)])
+        names = {"__own__": frozenset(own_names), "__mirrored__": set()}
+        module.__class__ = type("Namespace", (_View,), names)
         for name in below:
             importlib.import_module(f"{module.__name__}.{name}")
+        vars(module)  # mirrors all names
 
 
 def mirror(root: str, views: Mapping[str, OwnNames]) -> None:

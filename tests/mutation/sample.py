@@ -178,7 +178,7 @@ def run_test(item: pytest.Item, following: pytest.Item | None = None) -> None:
     item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
 
 
-@dataclass
+@dataclass(eq=False)
 class Runner:
     """A plugin of pytest: runs each test once, then the tests of each mutant."""
 

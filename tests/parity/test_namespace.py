@@ -114,6 +114,42 @@ def test_reading_follows_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert "a_newer_name" in dir(mine)
 
 
+@pytest.mark.parametrize("view", [*VIEWS, "jit"])
+def test_the_dict_of_a_namespace_has_the_names_of_torch(impl: Implementation, view: str) -> None:
+    """Scripts walk ``nn.__dict__`` and look layers up in it, as YOLOv5 finds normalization layers."""
+    namespace = impl.submodule(view)
+    theirs = sys.modules[f"torch.{view}"]
+    names = {name for name in vars(theirs) if not name.startswith("__")}
+
+    assert vars(namespace) is namespace.__dict__
+    assert names <= vars(namespace).keys()
+    assert [name for name in names if vars(namespace)[name] is not getattr(namespace, name)] == []
+    norms = [value for name, value in namespace.__dict__.items() if "Norm" in name]
+    assert norms == [value for name, value in vars(theirs).items() if "Norm" in name]
+
+
+@pytest.mark.parametrize("view", [*VIEWS, "jit"])
+def test_the_dict_of_a_namespace_follows_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that are added, replaced and deleted are so in the dict, and as attributes."""
+    namespace, theirs = sys.modules[f"modkit.{view}"], sys.modules[f"torch.{view}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(theirs, "added", 1, raising=False)
+        assert vars(namespace)["added"] == 1
+        patch.setattr(namespace, "added", 2)
+        assert (namespace.added, vars(namespace)["added"], theirs.added) == (2, 2, 2)
+
+    assert "added" not in vars(namespace)
+    assert not hasattr(namespace, "added")
+    ours = {name: value for name, value in vars(namespace).items() if not name.startswith("__")}
+    name = next(name for name, value in ours.items() if vars(theirs).get(name) is value)
+    value = getattr(theirs, name)
+    with monkeypatch.context() as patch:
+        patch.delattr(namespace, name)
+        assert name not in vars(namespace)
+        assert not hasattr(theirs, name)
+    assert vars(namespace)[name] is getattr(theirs, name) is value
+
+
 def test_module_stays_modkits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Assigning ``Module`` does not reach torch."""
     theirs = torch.nn.Module

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 import modkit.nn
-from benchmarks import __main__ as command, files, growth, measure, rows, workloads
+from benchmarks import (
+    __main__ as command,
+    files,
+    growth,
+    measure,
+    rows,
+    scripts,
+    workloads,
+)
 from tests.cases import for_each
 
 
@@ -31,6 +39,7 @@ def _planted(monkeypatch):
     monkeypatch.setattr(rows, "OPERATIONS", ROWS)
     monkeypatch.setattr(files, "ROWS", [])
     monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
+    monkeypatch.setattr(scripts, "rows", lambda checkouts: [])
     monkeypatch.setattr(growth, "SIZES", (10, 20))
 
 
@@ -226,6 +235,38 @@ def test_the_contestants_of_a_model_agree(each):
 
     assert ["torch", "fast_inference", "modkit"] == list(arms)[:3]
     assert all(second >= 0 for second in seconds)
+
+
+def test_a_script_is_imported_from_its_checkout_for_each_side(tmp_path):
+    """The arms take the same steps, on torch and on modkit, and leave no module behind."""
+    folder = tmp_path / "owner" / "name"
+    folder.mkdir(parents=True)
+    source = "from torch import nn\nclass Net(nn.Module):\n    forward = lambda self, x: x + 1\n"
+    (folder / "a_script.py").write_text(source, encoding="utf-8")
+    models = []
+
+    def make(script):
+        models.append(script.Net())
+        return models[-1], lambda: models[-1](torch.ones(2))
+
+    script = scripts.Script("row", "owner/name", ".", "a_script", make)
+    before = list(sys.path), list(sys.meta_path), set(sys.modules)
+    with measure.quiet(), ExitStack() as stack:
+        arms = scripts.steps(stack, script, tmp_path)
+        assert all(arm(1) > 0 for arm in arms.values())
+
+    assert list(arms) == ["torch", "fast_inference", "modkit"]
+    assert [modkit.nn.Module in type(model).__mro__ for model in models] == [False, True, True]
+    assert (list(sys.path), list(sys.meta_path), set(sys.modules)) == before
+
+
+def test_models_for_dynamo_are_of_each_library():
+    """Each makes the same graph from modules of torch and of modkit; checkouts are an option."""
+    for nn in (torch.nn, modkit.nn):
+        names = scripts.model_for_dynamo(nn, scripts.recurrent, compiled=True)
+        assert names["m"](*names["inputs"]).shape == (1, 64)
+
+    assert not [row.name for row in scripts.rows(None) if row.table == "scripts"]
 
 
 def test_a_wrong_output_stops_the_measurement(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from modkit.compat.swap import swap_source
+from tests.suites import training_scripts
 
 
 SCRIPTS = sorted(Path(__file__).with_name("scripts").glob("*.py"))
@@ -61,3 +62,44 @@ def test_only_imports_change(path: Path) -> None:
     assert [
         line for line in changed if not re.match(r"from torch|import torch| +torch\.nn\.", line)
     ] == []
+
+
+SCRIPT = """\
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(4):
+    loss = model(torch.rand(8, 2)).square().mean() * (1 if SAME else len(nn.__name__))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print("loss:", loss.item())
+"""
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_comparison_of_public_scripts_finds_what_differs(tmp_path: Path, same: bool) -> None:
+    """A script that computes something else on modkit differs in losses and weights."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "script.py").write_text(SCRIPT.replace("SAME", str(same)), encoding="utf-8")
+    (checkout / ".commit").write_text("abc", encoding="utf-8")
+    script = training_scripts.Script("name", "kind", "owner/name", "script.py", steps=3)
+    row = training_scripts.compare(script, checkout, tmp_path / "copies")
+
+    assert row["lines"] == ["from torch import nn"]
+    assert (row["commit"], row["modules of modkit"], row["steps"]) == ("abc", 1, 3)
+    assert row["losses"] == 3 + 2
+    assert row["differing"] == ([] if same else ["losses", "printed losses", "modules"])

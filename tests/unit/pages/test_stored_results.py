@@ -81,3 +81,65 @@ def test_the_suites_are_of_the_pinned_versions():
         for version in versions
         if not any(pin.split(" ")[0].lower() == version for pin in pins)
     ] == []
+
+
+def test_a_side_that_swapped_nothing_counts_no_test():
+    """Where no module imported modkit, the side ran on torch again and proves nothing."""
+    tested_with = runpy.run_path(str(DOCS / "render.py"))["tested_with"]
+    sides = {side: {"passed": 5} for side in ("torch", "whole", "user")}
+    row = {"sides": sides, "differing": [], "swapped modules": {"whole": 3, "user": 0}}
+
+    assert tested_with.cells(row) == ["5", "5", "5", "-", "0"]
+    assert tested_with.totals({"library": row}) == [5, 5, 5, 0, 0]
+    assert tested_with.cells({**row, "swapped modules": {"whole": 3, "user": 2}})[3] == "5"
+
+
+def measured_code():
+    """Return the module that compares figures with the code that they were measured on."""
+    return runpy.run_path(str(DOCS / "render.py"))["measured_code"]
+
+
+def test_pages_say_which_code_has_changed_since_a_measurement(monkeypatch, tmp_path):
+    """Changed code makes figures old; comments, docstrings and blank lines do not."""
+    module = measured_code()
+    source = tmp_path / "nn" / "module.py"
+    source.parent.mkdir()
+    source.write_text('"""Text."""\n\nvalue = 1  # a comment\n', encoding="utf-8")
+    monkeypatch.setattr(module, "SOURCE", tmp_path)
+    monkeypatch.setattr(module, "DESCRIBED", {"benchmarks": ("nn", "jit", "files")})
+    stored = {"code": module.digests(("nn", "jit", "files"))}
+    monkeypatch.setattr(module, "read", lambda name: stored)
+    assert module.note("benchmarks") == ""
+
+    source.write_text('"""Another text."""\nvalue = 1\n\n# More.\n', encoding="utf-8")
+    assert (module.note("benchmarks"), module.outdated()) == ("", [])
+    source.write_text("value = 2\n", encoding="utf-8")
+    assert module.note("benchmarks") == "The code of `nn` has changed since."
+    assert module.outdated() == ["benchmarks: nn"]
+    stored["code"]["jit"] = "other"
+    assert module.note("benchmarks") == "The code of `nn` and `jit` has changed since."
+    stored.clear()
+    assert module.note("benchmarks") == "These figures are of an older version of the code."
+
+
+def test_every_result_with_times_is_compared_with_the_code():
+    """A result has times if a page names what it was measured on."""
+    module = measured_code()
+    parts = {path.name for path in module.SOURCE.iterdir() if path.is_dir()}
+
+    assert {*module.DESCRIBED} == {"benchmarks", "averaging_libraries"}
+    for described in module.DESCRIBED.values():
+        assert {*described} - {module.FOUNDATION} <= parts
+        assert len({*module.digests(described).values()}) == len(described)
+
+
+def test_no_training_script_differs():
+    """Neither between torch and modkit, nor after resuming with an average."""
+    scripts = results("training_scripts")["scripts"]
+    averages = [row["average"] for row in scripts.values() if "average" in row]
+
+    assert [row["differing"] for row in [*scripts.values(), *averages] if row["differing"]] == []
+    assert len(scripts) >= 10
+    assert len(averages) >= 5
+    assert all(row["losses"] and row["modules of modkit"] for row in scripts.values())
+    assert all(0 < average["of them resumed"] < average["losses"] for average in averages)

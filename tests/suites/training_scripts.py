@@ -1,0 +1,596 @@
+"""Public training scripts on torch and on modkit, compared bit by bit.
+
+python -m tests.suites.training_scripts FOLDER                # all of them
+python -m tests.suites.training_scripts FOLDER --only nanoGPT # some; the others keep their rows
+
+FOLDER has a checkout of each repository at OWNER/NAME; a file ``.commit`` in it names the commit,
+unless it is a git repository. Nothing is written into a checkout. The results are
+docs/_render/results/training_scripts.json and a table of the documentation.
+"""
+
+import argparse
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from modkit.compat.swap import swap_source
+from tests.suites import script_data
+from tests.suites.runs import ROOT
+
+
+RESULTS = ROOT / "docs" / "_render" / "results" / "training_scripts.json"
+PROCESS = Path(__file__).with_name("script_process.py")
+COMPARED = ("losses", "printed losses", "steps", "modules", "optimizers", "random states")
+# A resumed run ends with these of the uninterrupted run.
+RESUMED = ("averages", "modules", "optimizers", "random states")
+LOSS = re.compile(r"loss\w*[^\w\n]{1,4}(-?\d[\d.]*(?:e[-+]?\d+)?)", re.IGNORECASE)
+
+
+class Edit(NamedTuple):
+    """Lines of the documentation, put into a script.
+
+    Args:
+        anchor: The line of the script, without its indentation.
+        lines: The lines to add.
+        where: ``"before"``, ``"after"`` or ``"instead"``.
+        file: The file, if it is not the script.
+        indent: Their indentation, if it is not that of the anchor.
+    """
+
+    anchor: str
+    lines: str
+    where: str = "after"
+    file: str = ""
+    indent: int | None = None
+
+
+class Script(NamedTuple):
+    """One public script.
+
+    Args:
+        name: The name of the row.
+        kind: What it trains.
+        repository: Owner and name on GitHub.
+        path: The script in the repository.
+        arguments: The arguments, which make it small.
+        data: A function of ``script_data`` that writes the data set.
+        steps: Optimizer steps after which the run ends; None runs the script to its end.
+        folders: What of the repository the run needs.
+        cwd: The folder that it runs in.
+        roots: Folders of the repository on the import path.
+        source: The program, if the repository has it only in its documentation.
+        stand_ins: Functions of ``script_data`` that replace data sets that would be downloaded.
+        ema: What adds an average, saves it in the middle of the run, and resumes.
+        resume: Further arguments of the run that resumes.
+        patches: Lines without which the script needs another machine.
+    """
+
+    name: str
+    kind: str
+    repository: str
+    path: str
+    arguments: tuple[str, ...] = ()
+    data: str = ""
+    steps: int | None = None
+    folders: tuple[str, ...] = (".",)
+    cwd: str = "."
+    roots: tuple[str, ...] = (".",)
+    source: str = ""
+    stand_ins: tuple[str, ...] = ()
+    ema: tuple[Edit, ...] = ()
+    resume: tuple[str, ...] = ()
+    patches: tuple[Edit, ...] = ()
+
+
+# The lines of the tutorial (docs/tutorial.md), steps 2, 4 and 5. The loop is the next line.
+AVERAGE = """\
+import modkit, os
+ema = modkit.EMACallback(model, optimizer, schedule=modkit.schedules.CountWarmup(0.95))
+parts, done = {"model": model, "optimizer": optimizer, "ema": ema}, 0
+if os.path.exists("last.pt"):
+    checkpoint = modkit.load_checkpoint("last.pt")
+    for name, part in parts.items():
+        part.load_state_dict(checkpoint[name])
+    torch.set_rng_state(checkpoint["rng"])
+    done = checkpoint["epoch"]
+"""
+SAVE = """\
+if epoch == HALF:
+    state = {name: part.state_dict() for name, part in parts.items()}
+    modkit.save_checkpoint({**state, "epoch": epoch, "rng": torch.get_rng_state()}, "last.pt")
+"""
+
+
+def loop(
+    line: str, end: str, half: int, indent: int | None = None, further: str = ""
+) -> tuple[Edit, ...]:
+    """Return the edits of a script with a loop over epochs.
+
+    Args:
+        line: The line that begins the loop.
+        end: The last line of the loop.
+        half: The epoch after which the run is saved.
+        indent: The indentation of the loop's body, if it is not that of its last line.
+        further: Further parts of the state.
+
+    Returns:
+        The edits.
+    """
+    return (
+        Edit(line, AVERAGE.replace('"ema": ema', f'"ema": ema{further}'), "before"),
+        Edit(line, "for epoch in range(done + 1, args.epochs + 1):", "instead"),
+        Edit(end, SAVE.replace("HALF", str(half)), indent=indent),
+    )
+
+
+_DENOISING = """\
+import torch
+from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+torch.manual_seed(0)
+model = Unet(dim=16, dim_mults=(1, 2), flash_attn=False)
+diffusion = GaussianDiffusion(model, image_size=16, timesteps=20, sampling_timesteps=4)
+trainer = Trainer(
+    diffusion,
+    "pictures",
+    train_batch_size=16,
+    train_lr=8e-5,
+    train_num_steps=12,
+    gradient_accumulate_every=2,
+    ema_decay=0.995,
+    ema_update_every=2,
+    save_and_sample_every=6,
+    num_samples=4,
+    amp=False,
+    calculate_fid=False,
+)
+trainer.train()
+"""
+_CHRONOS = """\
+import torch
+from chronos import Chronos2Pipeline
+
+torch.manual_seed(0)
+pipeline = Chronos2Pipeline.from_pretrained("test/dummy-chronos2-model")
+series = [torch.rand(64) for _ in range(16)]
+options = {"output_dir": "out", "logging_steps": 1, "save_only_model": False}
+options |= {"save_strategy": "steps", "save_steps": 6, "save_total_limit": None}
+pipeline.fit(series, prediction_length=8, num_steps=12, batch_size=4, learning_rate=1e-3, **options)
+"""
+_NANOGPT = (
+    *("--device=cpu", "--compile=False", "--dtype=float32", "--dataset=shakespeare_char"),
+    *("--eval_interval=10", "--eval_iters=2", "--gradient_accumulation_steps=2", "--batch_size=4"),
+    *("--block_size=32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--dropout=0.1"),
+    *("--max_iters=15", "--warmup_iters=2", "--lr_decay_iters=15"),
+)
+# A loop that steps without an optimizer, and reduces its learning rate by itself.
+_OWN_STEPS = """\
+import modkit
+ema, done = modkit.EMA(model, schedule=modkit.schedules.CountWarmup(0.95)), 0
+if os.path.exists("last.pt"):
+    checkpoint = modkit.load_checkpoint("last.pt")
+    model.load_state_dict(checkpoint["model"])
+    ema.load_state_dict(checkpoint["ema"])
+    torch.set_rng_state(checkpoint["rng"])
+    done, lr, best_val_loss = checkpoint["done"]
+"""
+_SAVE_OWN = """\
+if epoch == 2:
+    state = {"model": model.state_dict(), "ema": ema.state_dict(), "rng": torch.get_rng_state()}
+    modkit.save_checkpoint({**state, "done": (epoch, lr, best_val_loss)}, "last.pt")
+"""
+_GAN = 'trainer = Trainer(accelerator="gpu", devices=1)'
+_SMALL_GAN = """\
+options = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
+trainer = Trainer(accelerator="cpu", devices=1, enable_progress_bar=False, **options)
+"""
+# Lightning restores no random states. The loader draws its order after `on_fit_start`.
+_LIGHTNING = """\
+from pathlib import Path
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from modkit.integrations.lightning import EMACallback
+class RandomState(Callback):
+    state = None
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        checkpoint["random"] = torch.get_rng_state()
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        self.state = checkpoint["random"]
+    def on_fit_start(self, trainer, module):
+        if self.state is not None:
+            torch.set_rng_state(self.state)
+keep = ModelCheckpoint("kept", "{epoch}", save_top_k=-1)
+options["callbacks"] = [EMACallback(decay=0.9), RandomState(), keep]
+"""
+_RESUME = """\
+first = "kept/epoch=0.ckpt"
+trainer.fit(model, dm, ckpt_path=first if Path(first).exists() else None)
+"""
+SCRIPTS = (
+    Script(
+        "nanoGPT",
+        "language model",
+        "karpathy/nanoGPT",
+        "train.py",
+        _NANOGPT,
+        data="tokens",
+        resume=("--init_from=resume",),
+        ema=(
+            Edit(
+                "if init_from == 'resume':",
+                "import modkit\n"
+                "schedule = modkit.schedules.CountWarmup(0.95)\n"
+                "ema = modkit.EMACallback(model, optimizer, schedule=schedule)\n",
+                "before",
+            ),
+            Edit(
+                "optimizer.load_state_dict(checkpoint['optimizer'])",
+                "ema.load_state_dict(checkpoint['ema'])\nresumed = checkpoint\n",
+            ),
+            Edit(
+                "X, Y = get_batch('train') # fetch the very first batch",
+                "if init_from == 'resume':\n"
+                "    X, Y = resumed['batch']\n"
+                "    torch.set_rng_state(resumed['rng'])\n",
+            ),
+            Edit("losses = estimate_loss()", "rng = torch.get_rng_state()\n", "before"),
+            Edit("'config': config,", "'ema': ema.state_dict(), 'rng': rng, 'batch': (X, Y),\n"),
+        ),
+    ),
+    Script(
+        "denoising-diffusion-pytorch",
+        "diffusion",
+        "lucidrains/denoising-diffusion-pytorch",
+        "README.md",
+        data="images",
+        source=_DENOISING,
+    ),
+    Script(
+        "cleanrl ppo",
+        "reinforcement learning",
+        "vwxyzjn/cleanrl",
+        "cleanrl/ppo.py",
+        ("--total-timesteps", "2048"),
+        folders=("cleanrl", "cleanrl_utils"),
+    ),
+    Script(
+        "cleanrl dqn",
+        "reinforcement learning",
+        "vwxyzjn/cleanrl",
+        "cleanrl/dqn.py",
+        ("--total-timesteps", "1200", "--learning-starts", "200", "--buffer-size", "1000"),
+        folders=("cleanrl", "cleanrl_utils"),
+    ),
+    Script(
+        "pygcn",
+        "graph network",
+        "tkipf/pygcn",
+        "pygcn/train.py",
+        ("--epochs", "20"),
+        data="citations",
+        cwd="pygcn",
+        ema=loop(
+            "for epoch in range(args.epochs):",
+            "train(epoch)",
+            10,
+        ),
+    ),
+    Script(
+        "word_language_model",
+        "recurrent network",
+        "pytorch/examples",
+        "word_language_model/main.py",
+        (*("--epochs", "3", "--emsize", "32", "--nhid", "32"), "--tied", "--log-interval", "1"),
+        data="words",
+        folders=("word_language_model",),
+        cwd="word_language_model",
+        ema=(
+            Edit("try:", _OWN_STEPS, "before"),
+            Edit(
+                "for epoch in range(1, args.epochs+1):",
+                "for epoch in range(done + 1, args.epochs+1):",
+                "instead",
+            ),
+            Edit("p.data.add_(p.grad, alpha=-lr)", "ema.update()", indent=8),
+            Edit("lr /= 4.0", _SAVE_OWN, indent=8),
+        ),
+    ),
+    Script(
+        "dcgan",
+        "GAN",
+        "pytorch/examples",
+        "dcgan/main.py",
+        (*("--dataset", "fake", "--ngf", "8", "--ndf", "8"), "--workers", "0", "--manualSeed", "1"),
+        steps=24,
+        folders=("dcgan",),
+        cwd="dcgan",
+    ),
+    Script(
+        "vae",
+        "variational autoencoder",
+        "pytorch/examples",
+        "vae/main.py",
+        ("--epochs", "4", "--log-interval", "1"),
+        data="digits",
+        folders=("vae",),
+        cwd="vae",
+        ema=loop(
+            "for epoch in range(1, args.epochs + 1):",
+            "'results/sample_' + str(epoch) + '.png')",
+            2,
+            indent=8,
+        ),
+    ),
+    Script(
+        "mnist",
+        "image classifier",
+        "pytorch/examples",
+        "mnist/main.py",
+        ("--epochs", "4", "--log-interval", "1"),
+        data="digits",
+        folders=("mnist",),
+        cwd="mnist",
+        ema=loop(
+            "for epoch in range(1, args.epochs + 1):",
+            "scheduler.step()",
+            2,
+            further=', "scheduler": scheduler',
+        ),
+    ),
+    Script(
+        "lightly byol",
+        "momentum teacher",
+        "lightly-ai/lightly",
+        "examples/pytorch/byol.py",
+        steps=4,
+        folders=("lightly", "examples/pytorch"),
+        stand_ins=("fake_cifar10",),
+    ),
+    Script(
+        "yolov5",
+        "detection with ModelEMA",
+        "ultralytics/yolov5",
+        "train.py",
+        (
+            *("--data", "boxes.yaml", "--cfg", "models/yolov5n.yaml", "--weights", ""),
+            *("--imgsz", "64", "--batch-size", "8", "--epochs", "3", "--workers", "0"),
+            *("--device", "cpu", "--noplots", "--noautoanchor"),
+        ),
+        data="boxes",
+    ),
+    Script(
+        "Lightning GAN",
+        "Lightning",
+        "Lightning-AI/pytorch-lightning",
+        "examples/pytorch/domain_templates/generative_adversarial_net.py",
+        data="all_digits",
+        folders=("examples/pytorch/domain_templates",),
+        patches=(Edit(_GAN, _SMALL_GAN, "instead"),),
+        ema=(
+            Edit(_SMALL_GAN.splitlines()[-1], _LIGHTNING, "before"),
+            Edit("trainer.fit(model, dm)", _RESUME, "instead"),
+        ),
+    ),
+    Script(
+        "Chronos-2 fine-tuning",
+        "Trainer of transformers",
+        "amazon-science/chronos-forecasting",
+        "src/chronos/chronos2/pipeline.py",
+        folders=("src", "test/dummy-chronos2-model"),
+        roots=("src",),
+        source=_CHRONOS,
+    ),
+)
+
+
+def work_tree(script: Script, checkout: Path, folder: Path, edits: Iterable[Edit]) -> Path:
+    """Copy what the script needs of a checkout, edit it and write its data; return the copy."""
+    shutil.rmtree(folder, ignore_errors=True)
+    tree = folder / "tree"
+    unused = shutil.ignore_patterns(".git", "*.ipynb")
+    for part in script.folders:
+        shutil.copytree(checkout / part, tree / part, ignore=unused, dirs_exist_ok=True)
+    if script.source:
+        (tree / "program.py").write_text(script.source, encoding="utf-8")
+    for edit in edits:
+        file = tree / (edit.file or program(script))
+        file.write_text(edited(file.read_text(encoding="utf-8"), edit), encoding="utf-8")
+    if script.data:
+        getattr(script_data, script.data)(tree / script.cwd)
+    return tree
+
+
+def program(script: Script) -> str:
+    """Return the path of what runs, in the copy of the checkout."""
+    return "program.py" if script.source else script.path
+
+
+def edited(source: str, edit: Edit) -> str:
+    """Return a source with the lines of an edit, at the only line that is the anchor."""
+    lines = source.splitlines()
+    (at,) = [index for index, line in enumerate(lines) if line.strip() == edit.anchor]
+    of_anchor = len(lines[at]) - len(lines[at].lstrip())
+    outer = " " * (of_anchor if edit.indent is None else edit.indent)
+    added = [outer + line for line in edit.lines.splitlines()]
+    start, end = {"before": (at, at), "after": (at + 1, at + 1), "instead": (at, at + 1)}[
+        edit.where
+    ]
+    lines[start:end] = added
+    return "\n".join(lines) + "\n"
+
+
+def run(
+    script: Script, tree: Path, *, swap: bool, arguments: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """Run a script in a process of its own, and return its record."""
+    record = tree.parent / "record.json"
+    options = {
+        "script": str(tree / program(script)),
+        "arguments": [*script.arguments, *arguments],
+        "steps": script.steps,
+        "stand_ins": script.stand_ins,
+        "swap": swap,
+        "tree": str(tree),
+        "record": str(record),
+    }
+    (tree.parent / "options.json").write_text(json.dumps(options), encoding="utf-8")
+    paths = (*(tree / root for root in script.roots), ROOT, ROOT / "src")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": "1",
+        "MPLBACKEND": "Agg",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+    }
+    # By its path: with -m, a folder of the checkout named tests would come first.
+    command = [sys.executable, str(PROCESS), str(tree.parent / "options.json")]
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=tree / script.cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    (tree.parent / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if done.returncode:
+        raise RuntimeError(f"{script.name} failed: {done.stderr[-3000:]}")
+    return {
+        **json.loads(record.read_text(encoding="utf-8")),
+        "printed losses": LOSS.findall(done.stdout),
+    }
+
+
+def changed_lines(tree: Path, paths: Iterable[str]) -> list[str]:
+    """Return the lines that differ between torch and modkit, each once."""
+    lines: dict[str, None] = {}
+    for path in paths:
+        source = (tree / path).read_text(encoding="utf-8")
+        pairs = zip(source.splitlines(), swap_source(source).splitlines(), strict=True)
+        # A line that still begins with the whole of the old one only has an import after it.
+        lines |= {old.strip(): None for old, new in pairs if old not in new}
+    return list(lines)
+
+
+def compare(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
+    """Run a script on both sides, and with an average where it has one; return the row.
+
+    Args:
+        script: The script.
+        checkout: Its repository.
+        folder: Where the copies are made.
+
+    Returns:
+        The row of the table.
+    """
+    started = time.perf_counter()
+    records = {}
+    for side in ("torch", "modkit"):
+        tree = work_tree(script, checkout, folder / side, script.patches)
+        records[side] = run(script, tree, swap=side == "modkit")
+    theirs, ours = (records[side] for side in ("torch", "modkit"))
+    if not theirs["losses"] or not ours["of modkit"]:
+        raise RuntimeError(f"{script.name} compares nothing: {ours['of modkit']} modules of modkit")
+
+    swapped = [path for path in ours["swapped files"] if path != program(script)]
+    row = {
+        "kind": script.kind,
+        "repository": script.repository,
+        "commit": commit(checkout),
+        "script": script.path,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "lines": changed_lines(tree, [program(script)]),
+        "files": len(swapped),
+        "lines of files": changed_lines(tree, swapped),
+        "steps": theirs["steps"],
+        "losses": len(theirs["losses"]) + len(theirs["printed losses"]),
+        "modules of modkit": ours["of modkit"],
+        "differing": [name for name in COMPARED if theirs[name] != ours[name]],
+    }
+    if script.ema:
+        row["average"] = average(script, checkout, folder / "average")
+    row["seconds"] = round(time.perf_counter() - started)
+    return row
+
+
+def average(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
+    """Run a script with an average, and resume it in another process from its middle.
+
+    Args:
+        script: The script.
+        checkout: Its repository.
+        folder: Where the copy is made.
+
+    Returns:
+        How many lines were added, and what differs between the two ends.
+    """
+    tree = work_tree(script, checkout, folder, [*script.patches, *script.ema])
+    whole = run(script, tree, swap=True)
+    resumed = run(script, tree, swap=True, arguments=script.resume)
+    steps, again = len(whole["losses"]), len(resumed["losses"])
+    if not whole["averages"] or not 0 < again < steps:
+        raise RuntimeError(f"{script.name} did not resume: {again} of {steps} losses")
+    return {
+        "lines": sum(len(edit.lines.splitlines()) for edit in script.ema),
+        "losses": steps,
+        "of them resumed": again,
+        "differing": [name for name in RESUMED if whole[name] != resumed[name]],
+    }
+
+
+def commit(checkout: Path) -> str:
+    """Return the commit of a checkout."""
+    named = checkout / ".commit"
+    if named.exists():
+        return named.read_text(encoding="utf-8").strip()
+    command = ["git", "-C", str(checkout), "rev-parse", "HEAD"]
+    return subprocess.check_output(command, text=True).strip()
+
+
+def main() -> int:
+    """Run the chosen scripts; return 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkouts", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="names of scripts")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "training_scripts")
+    options = parser.parse_args()
+    stored = (
+        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"scripts": {}}
+    )
+    rows = stored["scripts"] if options.only else {}
+
+    for script in SCRIPTS:
+        if options.only and script.name not in options.only:
+            continue
+        folder = (options.folder / script.name.replace(" ", "_")).resolve()
+        rows[script.name] = compare(script, options.checkouts / script.repository, folder)
+        sys.stderr.write(f"{script.name}: {json.dumps(rows[script.name], indent=1)}\n")
+        write(rows)
+    averages = [row["average"] for row in rows.values() if "average" in row]
+    return any(row["differing"] for row in [*rows.values(), *averages])
+
+
+def write(rows: dict[str, Any]) -> None:
+    """Store the rows in the order of the table, and write the page."""
+    content = {
+        "torch": version("torch").partition("+")[0],
+        "scripts": {script.name: rows[script.name] for script in SCRIPTS if script.name in rows},
+    }
+    RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
