@@ -1,0 +1,72 @@
+"""Pytest plugin for torch's own tests: forks their processes, and stands in for what they lack here.
+
+Tests for another release or device name decorators that this torch does not have, and packages of
+the device. The decorators do nothing and the packages are empty, on both sides.
+"""
+
+import builtins
+import importlib
+import sys
+from types import ModuleType
+
+
+_HELPERS = (
+    "torch._dynamo.testing",
+    "torch.testing._internal.common_device_type",
+    "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_utils",
+)
+_DEVICE_PACKAGES = (
+    "torch_npu",
+    "torch_npu.contrib",
+    "torch_npu.contrib.transfer_to_npu",
+    "torch_npu.testing",
+    "torch_npu.testing.common_distributed",
+    "torch_npu.testing.common_utils",
+    "torch_npu.testing.testcase",
+)
+
+
+class _Absent(ModuleType):
+    """A package whose functions return their argument, and whose device is not available."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return {"npu": _Absent("npu"), "is_available": bool, "device_count": int}.get(
+            name, _ignored
+        )
+
+
+def pytest_configure():
+    """Prepare the modules of torch, which the plugin that swaps imports must see imported."""
+    for name in _DEVICE_PACKAGES:
+        sys.modules[name] = _Absent(name)
+    for name in _HELPERS:
+        importlib.import_module(name).__getattr__ = _decorator
+
+    # Some adapted tests use this name without importing it.
+    builtins.HAS_CUDA = False
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    # A spawned process would import the tests as they are, without the swapped imports.
+    common.MultiProcessTestCase._spawn_processes = _fork_processes
+
+
+def _fork_processes(case):
+    torch = importlib.import_module("torch.multiprocessing")
+    case._start_processes(torch.get_context("fork").Process)
+
+
+def _decorator(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _ignored
+
+
+def _ignored(*arguments, **keywords):
+    """Return the decorated function or class, or a decorator that does."""
+    if len(arguments) == 1 and callable(arguments[0]):
+        return arguments[0]
+    return lambda function: function
