@@ -283,6 +283,9 @@ def left_out(suites: dict[str, Any]) -> str:
     ]
     for name, row in suites.items():
         parts = [f"`{test}` ({reason})" for test, reason in row["left out"].items()]
-        parts += [f"`{start}` (1 in {rate} run)" for start, rate in row["sample"].items()]
+        parts += [
+            f"`{start}` ({'all' if rate == 1 else f'1 in {rate}'} run)"
+            for start, rate in row["sample"].items()
+        ]
         lines += [f"{name}: {', '.join(parts)}."] * bool(parts)
     return "\n".join(f"- {line}" for line in lines)

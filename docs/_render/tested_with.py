@@ -74,7 +74,8 @@ that need a device, or something that torch {torch} does not have, fail or are s
 {torch_differing}
 
 Not run: the tests of `torch.export`, of inductor and of PT2E quantization, which neither repository has in a form that
-runs with torch {torch}, and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
+runs with torch {torch}; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of
+`DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 

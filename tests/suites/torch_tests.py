@@ -36,8 +36,8 @@ _DYNAMO = (
     *("guard_control", "higher_order_ops", "hooks", "input_attr_tracking", "misc", "model_output"),
     *("modules", "optimizers", "recompiles", "repros", "subgraphs", "unspec"),
 )
-_FSDP = ("autograd", "clip_grad_norm_", "comm", "extensions", "frozen", "state", "state_dict")
-_PIPELINING = ("backward", "fx_tracer", "pipe", "schedule", "stage", "transformer", "unflatten")
+_FSDP = ("autograd", "clip_grad_norm_", "comm", "frozen", "state", "state_dict")
+_PIPELINING = ("backward", "pipe", "schedule", "transformer", "unflatten")
 _MEMBERS = (
     "containers",
     "lazy_modules",
@@ -71,8 +71,6 @@ TORCH_TESTS = (
         (
             *(f"distributed/fsdp2/test_fully_shard_{name}.py" for name in _FSDP),
             *(f"distributed/pipelining/test_{name}.py" for name in _PIPELINING),
-            *("distributed/tensor/parallel", "distributed/_tensor/test_api.py"),
-            "distributed/_tensor/test_dtensor_compile.py",
         ),
     ),
     _tests(

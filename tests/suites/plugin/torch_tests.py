@@ -1,7 +1,7 @@
 """Pytest plugin for torch's own tests: forks their processes, and stands in for what they lack here.
 
-Tests for another release or device name decorators that this torch does not have, and packages of
-the device. The decorators do nothing and the packages are empty, on both sides.
+Tests for another release or device import helpers that this torch does not have, and packages of
+the device. The helpers do nothing and the packages are empty, on both sides.
 """
 
 import builtins
@@ -11,19 +11,27 @@ from types import ModuleType
 
 
 _HELPERS = (
+    "torch._dynamo.exc",
     "torch._dynamo.testing",
+    "torch._dynamo.utils",
+    "torch._export",
     "torch.testing._internal.common_device_type",
     "torch.testing._internal.common_distributed",
     "torch.testing._internal.common_utils",
 )
 _DEVICE_PACKAGES = (
+    "torch.npu",
     "torch_npu",
     "torch_npu.contrib",
     "torch_npu.contrib.transfer_to_npu",
     "torch_npu.testing",
+    "torch_npu.testing._internal",
+    "torch_npu.testing._internal.common_fsdp",
     "torch_npu.testing.common_distributed",
     "torch_npu.testing.common_utils",
     "torch_npu.testing.testcase",
+    "torch_npu.utils",
+    "torchair",
 )
 
 
@@ -44,6 +52,8 @@ def pytest_configure():
     """Prepare the modules of torch, which the plugin that swaps imports must see imported."""
     for name in _DEVICE_PACKAGES:
         sys.modules[name] = _Absent(name)
+    torch = importlib.import_module("torch")
+    torch.npu = sys.modules["torch.npu"]
     for name in _HELPERS:
         importlib.import_module(name).__getattr__ = _decorator
 
@@ -53,10 +63,18 @@ def pytest_configure():
     # A spawned process would import the tests as they are, without the swapped imports.
     common.MultiProcessTestCase._spawn_processes = _fork_processes
 
+    # What torch's helpers do for the device.
+    fsdp = importlib.import_module("torch.testing._internal.common_fsdp")
+    dtensor = importlib.import_module("torch.testing._internal.distributed._tensor.common_dtensor")
+    sys.modules["torch_npu.testing._internal.common_fsdp"].FSDPNPUTest = fsdp.FSDPTest
+    sys.modules["torch_npu.testing.common_distributed"].with_comms = dtensor.with_comms
+    # The models that the tests in this folder share.
+    sys.path.append("test/distributed/pipelining")
+
 
 def _fork_processes(case):
-    torch = importlib.import_module("torch.multiprocessing")
-    case._start_processes(torch.get_context("fork").Process)
+    multiprocessing = importlib.import_module("torch.multiprocessing")
+    case._start_processes(multiprocessing.get_context("fork").Process)
 
 
 def _decorator(name):
