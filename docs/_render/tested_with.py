@@ -74,7 +74,7 @@ that need a device, or something that torch {torch} does not have, fail or are s
 {torch_differing}
 
 Not run: the tests of `torch.export`, of inductor and of PT2E quantization, which neither repository has in a form that
-runs with torch {torch}; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of
+runs with torch {torch}; functorch, of whose tests few take modules; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of
 `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
@@ -241,9 +241,9 @@ def differing(suites: dict[str, Any]) -> str:
     """Return the differing tests, grouped by their cause."""
     causes: dict[str, list[str]] = {}
     for name, row in suites.items():
-        for kind, note in (("differing", ""), ("unsteady", "differed in one run only: ")):
+        for kind in ("differing", "unsteady"):
             for one in row[kind]:
-                cause = f"{note}{one['cause'] or 'unexplained'}"
+                cause = one["cause"] or "unexplained"
                 causes.setdefault(cause, []).append(f"`{one['test'].rpartition('::')[2]}` ({name})")
     lines = [f"- {', '.join(tests)}: {cause}." for cause, tests in causes.items()]
     return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."

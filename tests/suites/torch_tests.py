@@ -63,8 +63,6 @@ TORCH_TESTS = (
         },
     ),
     _tests("fx", _RECENT, ("fx",), {"fx/test_z3_gradual_types.py": 8}),
-    _tests("fx", _OF_2_1, ("test_fx.py", "test_fx_experimental.py", "test_fx_passes.py"), {"": 4}),
-    _tests("functorch", _RECENT, ("functorch/test_eager_transforms.py",), {"": 5}),
     _tests(
         "distributed",
         _RECENT,

@@ -63,7 +63,7 @@ def pytest_configure():
     # A spawned process would import the tests as they are, without the swapped imports.
     common.MultiProcessTestCase._spawn_processes = _fork_processes
 
-    # What torch's helpers do for the device.
+    # Torch's own helpers take the place of the device's.
     fsdp = importlib.import_module("torch.testing._internal.common_fsdp")
     dtensor = importlib.import_module("torch.testing._internal.distributed._tensor.common_dtensor")
     sys.modules["torch_npu.testing._internal.common_fsdp"].FSDPNPUTest = fsdp.FSDPTest
