@@ -122,6 +122,13 @@ ROWS: Final = (
         "tests/parity/module/test_classes.py::test_a_plain_class_cannot_register",
     ),
     _row(
+        "modkit",
+        "`nn.Module in nn.Linear.__mro__` | The layers are torch's own, and their bases include "
+        "`torch.nn.Module`. `isinstance` and `issubclass` accept them for both",
+        NO_ISSUE,
+        "tests/parity/module/test_classes.py::test_layers_name_module_among_their_bases",
+    ),
+    _row(
         "torch",
         "`pickle` and `copy.deepcopy` refuse modules such as `torch.nn` | `modkit.nn` and "
         "`modkit.jit` are pickled by their name, which picklers by value such as cloudpickle need",

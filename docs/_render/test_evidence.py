@@ -164,12 +164,13 @@ as no difference, because they ran again after the fix and showed none."""
 
 def page() -> str:
     """Return the page in Markdown."""
+    suites = read("library_suites")
     return TEXT.format(
         runs=runs_table(),
         faults=write_faults(),
         planted=planted_bugs(),
         random=random_operations(),
-        left_out=left_out(read("library_suites")["suites"]),
+        left_out=left_out(suites["suites"] | suites["torch's tests"]),
     )
 
 
@@ -276,9 +277,14 @@ def random_operations() -> str:
 
 def left_out(suites: dict[str, Any]) -> str:
     """Return what of each suite was not run, with the reasons."""
-    lines = ["`tests/suites/libraries.py` names the files of accelerate and timm that run."]
+    lines = [
+        "`tests/suites/libraries.py` names the files that run, `tests/suites/torch_tests.py` those of torch."
+    ]
     for name, row in suites.items():
         parts = [f"`{test}` ({reason})" for test, reason in row["left out"].items()]
-        parts += [f"`{start}` (1 in {rate} run)" for start, rate in row["sample"].items()]
+        parts += [
+            f"`{start}` ({'all' if rate == 1 else f'1 in {rate}'} run)"
+            for start, rate in row["sample"].items()
+        ]
         lines += [f"{name}: {', '.join(parts)}."] * bool(parts)
     return "\n".join(f"- {line}" for line in lines)

@@ -51,7 +51,9 @@ the library and its tests replaced by modkit's; and *user*, with only the tests 
 modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
 that differs is repeated three times on each side.
 
-Run with torch {torch}; a dash stands where the tests use nothing that modkit replaces, so that only *whole* compares:
+Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
+and where the library cannot be rewritten, as [Test evidence](test_evidence.md#left-out-of-third-party-suites) says. The
+tests of tensordict are those of its release 0.14.0:
 
 {suites}
 
@@ -59,6 +61,21 @@ Run with torch {torch}; a dash stands where the tests use nothing that modkit re
 
 Libraries whose distribution has no tests are covered by probes. A probe calls public functions of the library with
 models built on `torch.nn` and on `modkit.nn`, and compares the results bit by bit: {probes}.
+
+### torch's own tests
+
+Tests of torch run in the same way, with the names replaced in them and in the models that they share
+(`torch.testing._internal`). They come from two repositories that are smaller than torch's: [Ascend/pytorch](https://github.com/Ascend/pytorch) has those of the development branch, adapted to a device,
+and [yakov-helm/pytorch_exp](https://github.com/yakov-helm/pytorch_exp) those of torch 2.1. Tests
+that need a device, or something that torch {torch} does not have, fail or are skipped on both sides.
+
+{torch_tests}
+
+{torch_differing}
+
+Not run: the tests of `torch.export`, of inductor and of PT2E quantization, which neither repository has in a form that
+runs with torch {torch}; functorch, of whose tests few take modules; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of
+`DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 
@@ -125,6 +142,8 @@ def page() -> str:
         torch=suites["torch"],
         suites=suites_table(suites["suites"]),
         differing=differing(suites["suites"]),
+        torch_tests=torch_tests_table(suites["torch's tests"]),
+        torch_differing=differing(suites["torch's tests"]),
         probes=probes(suites["probes"]),
         scripts_torch=scripts["torch"],
         scripts=scripts_table(scripts["scripts"]),
@@ -198,8 +217,8 @@ def numbers(row: dict[str, Any]) -> list[int]:
 
 
 def nothing_swapped(row: dict[str, Any], side: str) -> bool:
-    """Return True if no module imported modkit on a side, so that it ran on torch again."""
-    return bool(row.get("swapped modules", {}).get(side) == 0)
+    """Return True if a side did not run, or no module imported modkit, so that it ran on torch."""
+    return side not in row["sides"] or row.get("swapped modules", {}).get(side) == 0
 
 
 def suites_table(suites: dict[str, Any]) -> str:
@@ -208,6 +227,21 @@ def suites_table(suites: dict[str, Any]) -> str:
     rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites)), ""])
     sides = ("passed on torch", "passed, whole", "passed, user")
     return table(["library", "tests", *sides, "differing", "date"], rows, numbers=True)
+
+
+def torch_tests_table(suites: dict[str, Any]) -> str:
+    """Return the table of torch's own tests, which have no side of a user."""
+    rows = []
+    for name, row in suites.items():
+        tests, torch, modkit, _, differ = cells(row)
+        repository, _, commit = row["repository"].partition("@")
+        source = f"{repository} {commit[:9]}"
+        area = name.removeprefix("torch-").removesuffix(f"-{row['version']}")
+        rows.append([area, source, tests, torch, modkit, differ])
+    tests, torch, modkit, _, differ = (f"{count:,}" for count in totals(suites))
+    rows.append([f"**{len(suites)} areas**", "", tests, torch, modkit, differ])
+    headings = ["area", "source", "tests", "passed on torch", "passed on modkit", "differing"]
+    return table(headings, rows, numbers=True)
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -224,9 +258,9 @@ def differing(suites: dict[str, Any]) -> str:
     """Return the differing tests, grouped by their cause."""
     causes: dict[str, list[str]] = {}
     for name, row in suites.items():
-        for kind, note in (("differing", ""), ("unsteady", "differed in one run only: ")):
+        for kind in ("differing", "unsteady"):
             for one in row[kind]:
-                cause = f"{note}{one['cause'] or 'unexplained'}"
+                cause = one["cause"] or "unexplained"
                 causes.setdefault(cause, []).append(f"`{one['test'].rpartition('::')[2]}` ({name})")
     lines = [f"- {', '.join(tests)}: {cause}." for cause, tests in causes.items()]
     return "\n".join(["Differing tests, by cause:", "", *lines]) if lines else "No test differed."

@@ -16,10 +16,12 @@ from typing import Any
 from tests.suites import probes
 from tests.suites.libraries import LIBRARIES
 from tests.suites.runs import ROOT, compare
+from tests.suites.torch_tests import TORCH_TESTS
 
 
 FOUND = ROOT / "docs" / "_render" / "results" / "library_suites.json"
-EMPTY: dict[str, Any] = {"suites": {}, "probes": {}}
+# The tables of the report.
+TABLES = {"suites": LIBRARIES, "torch's tests": TORCH_TESTS}
 
 
 def main() -> int:
@@ -29,32 +31,37 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="how many suites at a time")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "suites")
     options = parser.parse_args()
-    before = json.loads(FOUND.read_text(encoding="utf-8")) if FOUND.exists() else EMPTY
-    found = before if options.only else EMPTY
+    found: dict[str, Any] = {"probes": {}}
+    if options.only and FOUND.exists():
+        found = json.loads(FOUND.read_text(encoding="utf-8"))
     if not options.only or "probes" in options.only:
         found["probes"] = {name: probes.compare(name) for name in probes.PROBED}
         write(found)
-    chosen = [one for one in LIBRARIES if not options.only or one.name in options.only]
     with ThreadPoolExecutor(options.jobs) as pool:
-        runs = {pool.submit(compare, one, options.folder): one.name for one in chosen}
+        runs = {
+            pool.submit(compare, library, options.folder): (title, library.name)
+            for title, libraries in TABLES.items()
+            for library in libraries
+            if not options.only or library.name in options.only
+        }
         for done in as_completed(runs):
-            found["suites"][runs[done]] = done.result()
+            title, name = runs[done]
+            found.setdefault(title, {})[name] = done.result()
             write(found)
-            say(runs[done], found["suites"][runs[done]])
+            say(name, done.result())
     wrong = {name: [*row["raised"], *row["differing"]] for name, row in found["probes"].items()}
     sys.stderr.write("".join(f"probes of {name}: {each}\n" for name, each in wrong.items() if each))
-    rows = found["suites"].values()
+    rows = [row for title in TABLES for row in found.get(title, {}).values()]
     return any(wrong.values()) or any(not one["cause"] for row in rows for one in row["differing"])
 
 
 def write(found: dict[str, Any]) -> None:
     """Write the report, with the rows in the order of the tables."""
-    order = [library.name for library in LIBRARIES]
-    content = {
-        "torch": version("torch").partition("+")[0],
-        "suites": {name: found["suites"][name] for name in order if name in found["suites"]},
-        "probes": found["probes"],
-    }
+    content: dict[str, Any] = {"torch": version("torch").partition("+")[0]}
+    for title, libraries in TABLES.items():
+        rows = found.get(title, {})
+        content[title] = {one.name: rows[one.name] for one in libraries if one.name in rows}
+    content["probes"] = found["probes"]
     FOUND.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 

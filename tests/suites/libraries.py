@@ -3,6 +3,10 @@
 from typing import NamedTuple
 
 
+# torch: nothing is swapped. whole: library and tests. user: only the tests.
+SIDES = ("torch", "whole", "user")
+
+
 class Library(NamedTuple):
     """One library, at one version.
 
@@ -10,6 +14,10 @@ class Library(NamedTuple):
     pytest is given, ``user`` the paths that are rewritten where the library is not. ``left_out``
     has test ids, which may be the start of others, with reasons; ``sample`` has the start of ids of
     which one test in so many runs; ``causes`` has the differences that modkit documents.
+    ``repository`` is an owner, name and revision on GitHub, for tests that no distribution has;
+    ``packages`` are installed packages that are rewritten with the library, for those that are
+    built; ``plugins`` are names of plugins in tests/suites/plugin; ``sides_left_out`` has the sides that
+    the library does not run on, with reasons.
     """
 
     name: str
@@ -22,6 +30,15 @@ class Library(NamedTuple):
     causes: dict[str, str] = {}
     environment: dict[str, str] = {}
     seconds: int = 1800
+    repository: str = ""
+    packages: tuple[str, ...] = ()
+    plugins: tuple[str, ...] = ()
+    sides_left_out: dict[str, str] = {}
+
+    @property
+    def sides(self) -> list[str]:
+        """Return the sides that the library runs on."""
+        return [side for side in SIDES if side not in self.sides_left_out]
 
 
 _OUTSIDE = "needs weights or data from a hub"
@@ -29,6 +46,10 @@ _PATCHED = (
     "a method that is assigned to `modkit.nn.Module` does not hold for torch's layers, a listed "
     "difference; with the library untouched the tests agree"
 )
+_METACLASS = (
+    "`PyroModule` has a metaclass that does not derive from `type(nn.Module)`, a listed difference"
+)
+_MRO = "every quantized layer asks for `nn.Module` among the bases of torch's layers, a listed difference"
 _MINUTES = "takes minutes"
 _TIMM = (
     *("checkpoint_loading", "checkpoint_saver", "factory", "input_conv", "layers", "layers_drop"),
@@ -170,4 +191,69 @@ LIBRARIES = (
     Library("poutyne", "1.19.0", ("tests",), ("tests",)),
     Library("pytorch-accelerated", "0.1.61", ("test",), ("test",)),
     Library("stable-baselines3", "2.9.2", ("tests",), ("tests",), sample={"tests": 16}),
+    Library(
+        "torchopt",
+        "0.7.3",
+        ("tests",),
+        ("tests",),
+        root="tests",
+        repository="metaopt/torchopt@v0.7.3",
+        packages=("torchopt",),
+        sample={"tests/test_nn.py": 1, "tests/test_import.py": 1, "tests": 20},
+    ),
+    Library(
+        "tensordict",
+        "0.15.3",
+        ("test/nn",),
+        ("test",),
+        root="test",
+        repository="pytorch/tensordict@v0.14.0",
+        packages=("tensordict",),
+        causes={
+            "test/nn/test_nn.py::test_input": (
+                "tensordict refuses a class in place of a module by `type(module) is type`, which a "
+                "metaclass makes False, a listed difference"
+            )
+        },
+    ),
+    Library(
+        "optimum-quanto",
+        "0.2.7",
+        ("test/nn", "test/quantize"),
+        ("test",),
+        left_out={"test/nn/test_qconv2d.py": "convolves 16-bit numbers on the CPU for minutes"},
+        sample={"test/nn/test_qmodule.py": 1, "test/nn": 3},
+        sides_left_out={"whole": _MRO},
+    ),
+    Library(
+        "compressed-tensors",
+        "0.20.0",
+        tuple(
+            f"tests/test_{name}" for name in ("compressors", "offload", "quantization", "transform")
+        ),
+        ("tests",),
+        root="src",
+        left_out={
+            "tests/test_compressors/model_compressors/test_transformers_integration.py": _OUTSIDE,
+            "tests/test_quantization/lifecycle/test_apply.py": _OUTSIDE,
+        },
+        sample={
+            "tests/test_compressors/test_pack_quant.py": 8,
+            "tests/test_transform/factory/test_correctness.py": 8,
+            "tests": 2,
+        },
+    ),
+    Library(
+        "pyro-ppl",
+        "1.9.1",
+        ("tests/nn", "tests/contrib/easyguide", "tests/contrib/bnn", "tests/contrib/gp"),
+        ("tests",),
+        causes={
+            "tests/nn/test_module.py::test_mixin_factory": (
+                "`PyroModule[Net]` of a class of the user is a metaclass conflict, a listed difference"
+            )
+        },
+        repository="pyro-ppl/pyro@1.9.1",
+        sides_left_out={"whole": _METACLASS},
+    ),
 )

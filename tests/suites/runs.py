@@ -14,8 +14,6 @@ from tests.suites.trees import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).with_name("plugin")
-# torch: nothing is swapped. whole: library and tests. user: only the tests.
-SIDES = ("torch", "whole", "user")
 
 
 def suite_of(library: Library, side: str, tree: Path) -> Suite:
@@ -28,9 +26,11 @@ def suite_of(library: Library, side: str, tree: Path) -> Suite:
     return Suite(
         tests=library.tests,
         paths=paths[side],
+        packages=library.packages if side == "whole" else (),
         arguments=[
             *("-c", str(PLUGIN / "pytest.ini"), "--rootdir", str(tree), "--confcutdir", str(tree)),
             *("-p", "suite_sampler", "--timeout=300", "--hypothesis-seed=0"),
+            *(f"-p{plugin}" for plugin in library.plugins),
             *(f"--deselect={test}" for test in library.left_out if "::" in test),
             *(f"--ignore={test}" for test in library.left_out if "::" not in test),
         ],
@@ -55,12 +55,13 @@ def suite_of(library: Library, side: str, tree: Path) -> Suite:
 def compare(library: Library, folder: Path) -> dict[str, Any]:
     """Run a library's suite on every side, rerun differing tests, and return the row of the report."""
     tree = unpack(library, folder)
-    suites = {side: suite_of(library, side, tree) for side in SIDES}
+    suites = {side: suite_of(library, side, tree) for side in library.sides}
     records = folder / library.name / "outcomes"
 
     started = time.perf_counter()
     first_runs = {
-        side: run(suites[side], swap=side != "torch", folder=records / side) for side in SIDES
+        side: run(suite, swap=side != "torch", folder=records / side)
+        for side, suite in suites.items()
     }
     sides = {side: record.outcomes for side, record in first_runs.items()}
     seconds = time.perf_counter() - started
@@ -69,7 +70,7 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
     runs = repeated(suites, sides, records)
     unsteady_rows, differing_rows = [], []
     for test, outcomes in runs.items():
-        changing = {unsteady(outcomes["torch"], outcomes[side]) for side in SIDES[1:]}
+        changing = {unsteady(outcomes["torch"], outcomes[side]) for side in library.sides[1:]}
         shown = {side: list(map(str, each)) for side, each in outcomes.items()}
         if "" in changing:
             cause = next((c for s, c in library.causes.items() if test.startswith(s)), "")
@@ -79,13 +80,14 @@ def compare(library: Library, folder: Path) -> dict[str, Any]:
 
     row = {
         "version": library.version,
+        "repository": library.repository,
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(seconds),
         "sides": {side: counted(outcomes) for side, outcomes in sides.items()},
-        "swapped modules": {side: len(first_runs[side].swapped) for side in SIDES[1:]},
+        "swapped modules": {side: len(first_runs[side].swapped) for side in library.sides[1:]},
         "differing": differing_rows,
         "unsteady": unsteady_rows,
-        "left out": library.left_out,
+        "left out": {**library.sides_left_out, **library.left_out},
         "sample": library.sample,
     }
     (folder / library.name / "row.json").write_text(json.dumps(row, indent=1), encoding="utf-8")

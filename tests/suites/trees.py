@@ -4,20 +4,40 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 
 from tests.suites.libraries import Library
 
 
 def archive(library: Library, folder: Path) -> Path:
-    """Return the source distribution, downloaded unless it is there."""
+    """Return the archive of a library with its tests, downloaded unless it is there."""
     folder.mkdir(parents=True, exist_ok=True)
-    pattern = f"{library.name.replace('-', '_')}-{library.version}.tar.gz"
-    if not (folder / pattern).exists():
+    if library.repository:
+        target = folder / f"{library.repository.replace('/', '-')}.tar.gz"
+        if not target.exists():
+            download_repository(library.repository, target)
+        return target
+
+    # Some projects name their distribution with a dash, some with an underscore.
+    pattern = f"{library.name.replace('-', '?')}-{library.version}.tar.gz"
+    if not any(folder.glob(pattern)):
         pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
         wanted = ("--no-binary", library.name, f"{library.name}=={library.version}")
         subprocess.run([*pip, "--dest", folder, *wanted], check=True)
-    return folder / pattern
+    return next(folder.glob(pattern))
+
+
+def download_repository(repository: str, target: Path) -> None:
+    """Write the archive of ``owner/name@revision``."""
+    path, _, revision = repository.partition("@")
+    with tempfile.TemporaryDirectory() as clone:
+        git = ("git", "-C", clone)
+        origin = f"https://github.com/{path}"
+        subprocess.run([*git, "init", "--quiet"], check=True)
+        subprocess.run([*git, "fetch", "--quiet", "--depth=1", origin, revision], check=True)
+        packed = ("--prefix=tree/", "--output", target.resolve())
+        subprocess.run([*git, "archive", *packed, "FETCH_HEAD"], check=True)
 
 
 def unpack(library: Library, folder: Path) -> Path:
@@ -28,4 +48,7 @@ def unpack(library: Library, folder: Path) -> Path:
     with tarfile.open(archive(library, folder / "archives")) as packed:
         packed.extractall(tree, filter="data")
     (top,) = tree.iterdir()
+    for package in library.packages:
+        # The installed one is imported, which is built.
+        shutil.rmtree(top / package, ignore_errors=True)
     return top

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -72,31 +73,51 @@ class SwappedImports(MetaPathFinder):
         self._packages = set(packages) - _NEVER
         self._paths = {path.resolve() for path in paths}
         self._report = report
+        # The names that are being looked up, by thread.
+        self._searches: set[tuple[int, str]] = set()
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         """Return the spec of a source file that is rewritten, and None for all other modules."""
-        if fullname.partition(".")[0] in _NEVER:
+        # Torch's own test models can be named, torch as a whole cannot.
+        if fullname.partition(".")[0] in _NEVER and not self._is_named(fullname):
             return None
 
+        # A finder that asks all others, as this one does, would ask for ever.
+        search = (threading.get_ident(), fullname)
+        if search in self._searches:
+            return None
+        self._searches.add(search)
+        try:
+            return self._with_loader(self._spec_of_others(fullname, path, target))
+        finally:
+            self._searches.remove(search)
+
+    def _spec_of_others(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
         # The other finders know installed, editable and zipped packages. pytest's finder rewrites
         # assertions from the file, and would not see the rewritten source.
         for finder in sys.meta_path:
             if finder is self or type(finder).__module__.startswith("_pytest."):
                 continue
+            # Finders for Python 3.3 have another method, and Python leaves them out.
+            if not hasattr(finder, "find_spec"):
+                continue
             spec = finder.find_spec(fullname, path, target)
             if spec is not None:
-                return self._with_loader(spec)
+                return spec
         return None
 
-    def _with_loader(self, spec: ModuleSpec) -> ModuleSpec | None:
+    def _with_loader(self, spec: ModuleSpec | None) -> ModuleSpec | None:
         """Return the spec with the rewriting loader; None if the module is not to be rewritten."""
-        if type(spec.loader) is not SourceFileLoader or not self._is_chosen(spec):
+        if spec is None or type(spec.loader) is not SourceFileLoader or not self._is_chosen(spec):
             return None
         spec.loader = _SwappingLoader(spec.name, spec.loader.path, self._report)
         return spec
 
+    def _is_named(self, fullname: str) -> bool:
+        return any(f"{fullname}.".startswith(f"{package}.") for package in self._packages)
+
     def _is_chosen(self, spec: ModuleSpec) -> bool:
-        if any(f"{spec.name}.".startswith(f"{package}.") for package in self._packages):
+        if self._is_named(spec.name):
             return True
 
         file = Path(spec.origin or "").resolve()

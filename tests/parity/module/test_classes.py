@@ -165,6 +165,12 @@ def test_the_metaclass_is_type(impl: Implementation) -> None:
     assert type(Net) is type
 
 
+def test_layers_name_module_among_their_bases(impl: Implementation) -> None:
+    """optimum-quanto asks for it where others call ``issubclass``."""
+    assert issubclass(impl.nn.Linear, impl.Module)
+    assert impl.Module in impl.nn.Linear.__mro__
+
+
 def test_a_plain_class_cannot_register(impl: Implementation) -> None:
     """A class that is not abstract has no ``register``."""
 

@@ -1,5 +1,6 @@
 """``modkit compat --tests``: a pytest suite of a user on torch and on modkit."""
 
+import importlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import types
 
 import click.testing
 import pytest
+import torch
 
 from modkit.cli._commands import commands
 from modkit.compat import suite as suites
@@ -354,3 +356,43 @@ def test_which_modules_are_swapped(project, monkeypatch):
     spec.loader.exec_module(module)
     assert module.Module.__module__ == "modkit.nn"
     assert names == ["installed"]
+
+
+def test_the_models_that_torch_has_for_tests_can_be_named():
+    """Those of ``torch.testing._internal``, which derive from ``Module`` as a user's models do."""
+    names: list[str] = []
+    named = SwappedImports(packages=["torch.testing._internal"], report=names.append)
+    spec = named.find_spec(
+        "torch.testing._internal.common_pruning", torch.testing._internal.__path__
+    )
+    assert spec is not None
+    spec.loader.get_code(spec.name)
+    assert names == ["torch.testing._internal.common_pruning"]
+    assert named.find_spec("torch.nn.functional", torch.nn.__path__) is None
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_finder_asks_the_rest(project, monkeypatch, order):
+    """As finders do that replace the loader which the others have found."""
+
+    class AsksTheRest:
+        def find_spec(self, name, path, target=None):
+            others = (finder for finder in sys.meta_path if finder is not self)
+            return next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
+
+    names: list[str] = []
+    swapping = SwappedImports(packages=["installed"], report=names.append)
+    finders = [swapping, AsksTheRest()][::order]
+    monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+    monkeypatch.syspath_prepend(project / ".venv/lib/site-packages")
+    monkeypatch.delitem(sys.modules, "installed", raising=False)
+    assert importlib.import_module("installed").Module.__module__ == "modkit.nn"
+    assert names == ["installed"]
+    del sys.modules["installed"]
+
+
+def test_what_cannot_find_a_spec_is_left_out(project, monkeypatch):
+    """As Python does itself."""
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
+    monkeypatch.syspath_prepend(project / ".venv/lib/site-packages")
+    assert SwappedImports(packages=["installed"]).find_spec("installed", None) is not None

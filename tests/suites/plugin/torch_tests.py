@@ -1,0 +1,90 @@
+"""Pytest plugin for torch's own tests: forks their processes, and stands in for what they lack here.
+
+Tests for another release or device import helpers that this torch does not have, and packages of
+the device. The helpers do nothing and the packages are empty, on both sides.
+"""
+
+import builtins
+import importlib
+import sys
+from types import ModuleType
+
+
+_HELPERS = (
+    "torch._dynamo.exc",
+    "torch._dynamo.testing",
+    "torch._dynamo.utils",
+    "torch._export",
+    "torch.testing._internal.common_device_type",
+    "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_utils",
+)
+_DEVICE_PACKAGES = (
+    "torch.npu",
+    "torch_npu",
+    "torch_npu.contrib",
+    "torch_npu.contrib.transfer_to_npu",
+    "torch_npu.testing",
+    "torch_npu.testing._internal",
+    "torch_npu.testing._internal.common_fsdp",
+    "torch_npu.testing.common_distributed",
+    "torch_npu.testing.common_utils",
+    "torch_npu.testing.testcase",
+    "torch_npu.utils",
+    "torchair",
+)
+
+
+class _Absent(ModuleType):
+    """A package whose functions return their argument, and whose device is not available."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return {"npu": _Absent("npu"), "is_available": bool, "device_count": int}.get(
+            name, _ignored
+        )
+
+
+def pytest_configure():
+    """Prepare the modules of torch, which the plugin that swaps imports must see imported."""
+    for name in _DEVICE_PACKAGES:
+        sys.modules[name] = _Absent(name)
+    torch = importlib.import_module("torch")
+    torch.npu = sys.modules["torch.npu"]
+    for name in _HELPERS:
+        importlib.import_module(name).__getattr__ = _decorator
+
+    # Some adapted tests use this name without importing it.
+    builtins.HAS_CUDA = False
+    common = importlib.import_module("torch.testing._internal.common_distributed")
+    # A spawned process would import the tests as they are, without the swapped imports.
+    common.MultiProcessTestCase._spawn_processes = _fork_processes
+
+    # Torch's own helpers take the place of the device's.
+    fsdp = importlib.import_module("torch.testing._internal.common_fsdp")
+    dtensor = importlib.import_module("torch.testing._internal.distributed._tensor.common_dtensor")
+    sys.modules["torch_npu.testing._internal.common_fsdp"].FSDPNPUTest = fsdp.FSDPTest
+    sys.modules["torch_npu.testing.common_distributed"].with_comms = dtensor.with_comms
+    # The models that the tests in this folder share.
+    sys.path.append("test/distributed/pipelining")
+
+
+def _fork_processes(case):
+    multiprocessing = importlib.import_module("torch.multiprocessing")
+    case._start_processes(multiprocessing.get_context("fork").Process)
+
+
+def _decorator(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _ignored
+
+
+def _ignored(*arguments, **keywords):
+    """Return the decorated function or class, or a decorator that does."""
+    if len(arguments) == 1 and callable(arguments[0]):
+        return arguments[0]
+    return lambda function: function

@@ -1,0 +1,99 @@
+"""The tests of torch that run with modkit in the place of torch.nn, by area.
+
+They come from two repositories that are smaller than torch's: one has the tests of the development
+branch, adapted to a device, and one those of torch 2.1.
+"""
+
+from tests.suites.libraries import Library
+
+
+_RECENT = "Ascend/pytorch@9e73e708ab9350d203475609f36f8a43f6a0c2ab"
+_OF_2_1 = "yakov-helm/pytorch_exp@c5e2a7738220d39b8602869406a76e2787ac5c6b"
+
+
+def _tests(
+    area: str, repository: str, names: tuple[str, ...], sample: dict[str, int] | None = None
+) -> Library:
+    version = "development" if repository is _RECENT else "2.1"
+    return Library(
+        f"torch-{area}-{version}",
+        version,
+        tuple(f"test/{name}" for name in names),
+        ("test",),
+        root="test",
+        sample={f"test/{start}": rate for start, rate in (sample or {}).items()},
+        seconds=1200,
+        repository=repository,
+        packages=("torch.testing._internal",),
+        plugins=("torch_tests",),
+        sides_left_out={"user": "the library is torch"},
+    )
+
+
+_DYNAMO = (
+    *("activation_checkpointing", "aot_autograd", "autograd_function", "compile", "ctx_manager"),
+    *("decorators", "deprecated_inline_inbuilt_nn_modules", "export", "export_mutations"),
+    *("guard_control", "higher_order_ops", "hooks", "input_attr_tracking", "misc", "model_output"),
+    *("modules", "optimizers", "recompiles", "repros", "subgraphs", "unspec"),
+)
+_FSDP = ("autograd", "clip_grad_norm_", "comm", "frozen", "state", "state_dict")
+_PIPELINING = ("backward", "pipe", "schedule", "transformer", "unflatten")
+_MEMBERS = (
+    "containers",
+    "lazy_modules",
+    "module_hooks",
+    "modules_api",
+    "parametrization",
+    "pruning",
+)
+
+TORCH_TESTS = (
+    _tests(
+        "dynamo",
+        _RECENT,
+        tuple(f"dynamo/test_{name}.py" for name in _DYNAMO),
+        {
+            "dynamo/test_modules.py": 1,
+            "dynamo/test_hooks.py": 1,
+            "dynamo/test_export.py": 12,
+            "dynamo/test_misc.py": 40,
+            "dynamo/test_repros.py": 16,
+            "dynamo/test_higher_order_ops.py": 24,
+            "dynamo/test_": 3,
+        },
+    ),
+    _tests("fx", _RECENT, ("fx",), {"fx/test_z3_gradual_types.py": 8}),
+    _tests(
+        "distributed",
+        _RECENT,
+        (
+            *(f"distributed/fsdp2/test_fully_shard_{name}.py" for name in _FSDP),
+            *(f"distributed/pipelining/test_{name}.py" for name in _PIPELINING),
+        ),
+    ),
+    _tests(
+        "distributed",
+        _OF_2_1,
+        (
+            *(f"distributed/_composable/test_{name}.py" for name in ("checkpoint", "contract")),
+            *("distributed/_composable/test_replicate.py", "distributed/algorithms/test_join.py"),
+            "distributed/checkpoint/test_file_system_checkpoint_cpu.py",
+            "distributed/optim/test_apply_optimizer_in_backward.py",
+            "distributed/optim/test_named_optimizer.py",
+        ),
+    ),
+    _tests("members", _RECENT, tuple(f"nn/test_{name}.py" for name in _MEMBERS)),
+    _tests(
+        "quantization",
+        _OF_2_1,
+        ("quantization/eager", "quantization/fx", "ao/sparsity"),
+        {"quantization/fx/test_quantize_fx.py": 12, "quantization/fx": 6, "quantization": 3},
+    ),
+    _tests("package", _OF_2_1, ("package",)),
+    _tests(
+        "stateless",
+        _OF_2_1,
+        ("test_stateless.py", "test_subclass.py", "test_module_init.py"),
+        {"": 4},
+    ),
+)
