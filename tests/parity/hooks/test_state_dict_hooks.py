@@ -145,3 +145,22 @@ def test_hooks_run_around_a_save_of_the_modules_own(impl: Implementation, kind: 
 
     assert log == (["pre", "save", "post"] if kind == "override" else ["pre", "post"])
     assert list(state) == (["0.own"] if kind == "override" else ["0.weight", "0.bias"])
+
+
+def test_a_child_that_overrides_state_dict_is_asked_by_keyword(impl: Implementation) -> None:
+    """With destination, prefix and keep_vars; its hooks run once, around its own members (rule 31)."""
+    received: list[Any] = []
+    log: list[str] = []
+
+    class Child(impl.Module):
+        def state_dict(self, *args, **kwargs):
+            received.append((args, sorted(kwargs), kwargs["prefix"], kwargs["keep_vars"]))
+            return super().state_dict(*args, **kwargs)
+
+    module = impl.own.Sequential(Child())
+    module[0].register_state_dict_pre_hook(noting(log, "pre"))
+    module[0].register_state_dict_post_hook(noting(log, "post"))
+    module.state_dict(keep_vars=True)
+
+    assert received == [((), ["destination", "keep_vars", "prefix"], "0.", True)]
+    assert log == ["pre", "post"]
