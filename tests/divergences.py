@@ -623,8 +623,8 @@ ROWS: Final = (
     ),
     _shown(
         "backward hooks: a pre-hook returns a tensor",
-        "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_may_return_a_bare_tensor",
-        "tests/parity/fixes/test_backward_hooks.py::test_pre_hook_that_returns_a_bare_tensor_for_two_outputs_is_an_error",
+        "tests/parity/hooks/test_backward_hooks.py::test_pre_hook_may_return_a_bare_tensor",
+        "tests/parity/hooks/test_backward_hooks.py::test_pre_hook_that_returns_a_bare_tensor_for_two_outputs_is_an_error",
         "tests/integration/torch_compile/test_backward.py::test_pre_hook_may_return_a_bare_tensor_when_compiled",
     ),
     _shown(
@@ -657,8 +657,8 @@ ROWS: Final = (
     ),
     _shown(
         "registration and global hooks: a hook returns text",
-        "tests/parity/fixes/test_members.py::test_what_a_registration_hook_returns_is_checked",
-        "tests/parity/fixes/test_members.py::test_a_refused_result_leaves_the_member_that_was_there",
+        "tests/parity/hooks/test_registration_hooks.py::test_what_a_registration_hook_returns_is_checked",
+        "tests/parity/hooks/test_registration_hooks.py::test_a_refused_result_leaves_the_member_that_was_there",
     ),
     _shown(
         "traversal: a module that contains itself",

@@ -43,7 +43,7 @@ _NN: Final = [
         "nn/_hooks.py",
         "return (result,) if isinstance(result, torch.Tensor) else result",
         "return result",
-        _FIXES + "/test_backward_hooks.py",
+        _HOOKS + "/test_backward_hooks.py",
     ),
     Bug(
         "state_dict: a missing detach",
@@ -71,7 +71,7 @@ _NN: Final = [
         "nn/_load_plan.py",
         "            if strict and keys:",
         "            if keys and (strict or keys is self.unexpected):",
-        _HOOKS + "/test_load_state_dict_results.py",
+        _HOOKS + "/test_load_state_dict_hooks.py",
     ),
     Bug(
         "load: keys below a child that is None",

@@ -33,61 +33,45 @@ def swap_parameter(nn: ModuleType, net: Net) -> None:
     net.inner.w = nn.Parameter(torch.zeros(2))
 
 
-# Calls in compiled code, by the method that they are about.
+# Calls in compiled code, by the method of modkit's that they are about.
 CALLS: Final[dict[str, tuple[Call, ...]]] = {
-    "__init__": (lambda nn, net: nn.Module().training,),
-    "__call__": (lambda nn, net: net.inner(torch.ones(2)),),
-    "_get_backward_pre_hooks": (lambda nn, net: len(net.inner._get_backward_pre_hooks()),),
-    "__setattr__": (
-        lambda nn, net: setattr(net, "flag", 1),
-        lambda nn, net: setattr(net, "child", nn.ReLU()),
-        lambda nn, net: setattr(net.inner, "b", torch.zeros(2)),
+    "__init__": (
+        lambda nn, net: nn.Module().training,
+        lambda nn, net: nn.Sequential(type(net.inner)())(torch.ones(2)),
+        lambda nn, net: type(net)().train(mode=False)(torch.ones(2)),
     ),
-    "__delattr__": (swap_parameter,),
-    "__setstate__": (lambda nn, net: net.__setstate__({}),),
+    "_get_backward_pre_hooks": (lambda nn, net: len(net.inner._get_backward_pre_hooks()),),
     "register_parameter": (
         lambda nn, net: net.register_parameter("p", None),
         lambda nn, net: net.register_parameter("p", nn.Parameter(torch.ones(2))),
+        swap_parameter,
     ),
-    "register_buffer": (lambda nn, net: net.register_buffer("q", torch.ones(2)),),
-    "add_module": (lambda nn, net: net.add_module("m", nn.ReLU()),),
-    "set_submodule": (lambda nn, net: net.set_submodule("layer", nn.Linear(2, 2)),),
+    "add_module": (
+        lambda nn, net: net.add_module("m", nn.ReLU()),
+        lambda nn, net: net.set_submodule("layer", nn.Linear(2, 2)),
+    ),
     "named_modules": (
         lambda nn, net: [name for name, _ in net.named_modules()],
         lambda nn, net: [name for name, _ in net.named_modules(remove_duplicate=False)],
     ),
     "modules": (lambda nn, net: [module.training for module in net.modules()],),
-    "named_children": (lambda nn, net: [name for name, _ in net.named_children()],),
-    "named_parameters": (
-        lambda nn, net: [name for name, _ in net.named_parameters()],
-        lambda nn, net: [name for name, _ in net.named_parameters("x", recurse=False)],
-    ),
     "_named_members": (
-        lambda nn, net: [
-            name for name, _ in net._named_members(lambda module: module._buffers.items())
-        ],
+        lambda nn, net: [name for name, _ in net.named_parameters("x", recurse=False)],
+        lambda nn, net: [(name, b * 2) for name, b in net.named_buffers()],
     ),
     "parameters": (lambda nn, net: [parameter * 2 for parameter in net.parameters()],),
-    "named_buffers": (lambda nn, net: [(name, b * 2) for name, b in net.named_buffers()],),
     "apply": (lambda nn, net: net.apply(hook) is net,),
-    "train": (lambda nn, net: net.train(mode=False) is net, lambda nn, net: net.eval() is net),
-    "_apply": (lambda nn, net: net._apply(lambda tensor: tensor * 1) is net,),
-    "to": (
-        lambda nn, net: net.to(torch.float64) is net,
-        lambda nn, net: net.to("cpu") is net,
+    "train": (lambda nn, net: net.train(mode=False) is net,),
+    "_apply": (
+        lambda nn, net: net._apply(lambda tensor: tensor * 1) is net,
         lambda nn, net: net.to_empty(device="cpu") is net,
-        lambda nn, net: net.type(torch.float64) is net,
-        lambda nn, net: net.cpu() is net,
-        lambda nn, net: net.share_memory() is net,
-        lambda nn, net: net.requires_grad_(requires_grad=False) is net,
-        lambda nn, net: net.zero_grad(),
     ),
+    "to": (lambda nn, net: net.to(torch.float64) is net,),
     "float": (lambda nn, net: net.float() is net,),
     "double": (lambda nn, net: net.double() is net,),
     "half": (lambda nn, net: net.half() is net,),
     "bfloat16": (lambda nn, net: net.bfloat16() is net,),
     "state_dict": (lambda nn, net: {k: v * 1 for k, v in net.state_dict().items()},),
-    "_save_to_state_dict": (lambda nn, net: net._save_to_state_dict({}, "", keep_vars=False),),
     "load_state_dict": (
         lambda nn, net: str(net.load_state_dict(net.state_dict())),
         lambda nn, net: str(net.load_state_dict({}, strict=False)),
@@ -95,21 +79,13 @@ CALLS: Final[dict[str, tuple[Call, ...]]] = {
     ),
     "_load_from_state_dict": (
         lambda nn, net: net.inner._load_from_state_dict(
-            net.inner.state_dict(),
-            "",
-            {},
-            strict=True,
-            missing_keys=[],
-            unexpected_keys=[],
-            error_msgs=[],
+            net.inner.state_dict(), "", {}, True, [], [], []
         ),
     ),
 }
 HOOKS: Final = (
-    *("register_forward_hook", "register_forward_pre_hook"),
-    *("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
-    *("register_state_dict_pre_hook", "register_state_dict_post_hook", "_register_state_dict_hook"),
-    *("register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+    *("register_forward_hook", "register_full_backward_pre_hook", "register_backward_hook"),
+    *("register_state_dict_pre_hook", "register_load_state_dict_post_hook"),
 )
 
 
@@ -156,7 +132,7 @@ def test_every_override_is_called_in_compiled_code() -> None:
     mine, theirs = vars(modkit.nn.Module), vars(torch.nn.Module)
     overridden = {name for name in mine if isinstance(theirs.get(name), FunctionType)}
 
-    assert overridden - set(HOOKS) - set(CALLS) == set()
+    assert overridden == set(CALLS)
 
 
 @for_each("method, number", [(name, i) for name, calls in CALLS.items() for i in range(len(calls))])
@@ -175,17 +151,16 @@ def test_methods_in_compiled_code(method: str, number: int) -> None:
     agree(scenario)
 
 
-@for_each("existing", [True, False])
 @for_each("method", HOOKS)
-def test_hooks_are_registered_in_compiled_code(method: str, existing: bool) -> None:
-    """A hook is registered on a module from outside, or on one that compiled code makes."""
+def test_hooks_are_registered_in_compiled_code(method: str) -> None:
+    """A hook is registered on a module from outside, and on one that compiled code makes."""
 
     def scenario(impl: Implementation) -> tuple[Any, ...]:
         def body(net: Net, x: Tensor) -> Any:
-            module = net if existing else impl.Module()
-            handle = getattr(module, method)(lambda *_: None)
+            handles = [getattr(each, method)(lambda *_: None) for each in (net, impl.Module())]
             result = net(x + 1)
-            handle.remove()
+            for handle in handles:
+                handle.remove()
             getattr(net, method)(lambda *_: None)
             return result * 2
 
@@ -194,3 +169,34 @@ def test_hooks_are_registered_in_compiled_code(method: str, existing: bool) -> N
     *_, hooks = agree(scenario)
 
     assert sum(hooks.values()) == 1
+
+
+def test_a_lazy_module_of_the_user_may_be_made_in_compiled_code() -> None:
+    """A class with ``LazyModuleMixin`` registers hooks in its constructor."""
+
+    def scenario(impl: Implementation) -> tuple[Tensor, int]:
+        counter = CompileCounter()
+
+        class Scale(torch.nn.modules.lazy.LazyModuleMixin, impl.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.weight = torch.nn.UninitializedParameter()
+
+            def initialize_parameters(self, x: Tensor) -> None:
+                with torch.no_grad():
+                    self.weight.materialize((x.shape[-1],))
+                    self.weight.fill_(3)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return x * self.weight
+
+        def step(x: Tensor) -> Tensor:
+            output: Tensor = Scale()(x)
+            return output
+
+        compiled = torch.compile(step, backend=counter)
+        return compiled(torch.ones(2)).detach(), counter.frame_count
+
+    output, _ = agree(scenario)
+
+    assert torch.equal(output, torch.full((2,), 3.0))

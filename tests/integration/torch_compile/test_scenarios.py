@@ -5,12 +5,12 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import parametrize
 
 from tests.helpers import Implementation, freeze, seed_everything
-from tests.integration.networks import agree, make_batch, make_net
+from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
 from tests.integration.torch_compile.dynamo import compiled_tests
 
 
@@ -71,26 +71,33 @@ class Watch:
 
 
 def replaced_parameter(nn: ModuleType, watch: Watch) -> None:
-    """Replace a parameter by assignment and one in its registry, after the first call."""
+    """Replace a parameter, in its registry too, and load others, after the first call."""
     net = make_net(nn, "free")
     call = watch.compile(net)
     call(BATCH)
     net.w = nn.Parameter(torch.full((6,), 2.0))
     call(BATCH)
     net.inner._parameters["weight"] = nn.Parameter(torch.full((6, 6), 2.0))
-    call(BATCH)
     net.inner.bias = None
+    call(BATCH)
+    net.load_state_dict({k: v.double() + 1 for k, v in net.state_dict().items()}, assign=True)
+    call(BATCH.double())
+    net.load_state_dict({k: v + 1 for k, v in net.state_dict().items()})
+    call(BATCH.double())
+    net.float()
     call(BATCH)
 
 
 def replaced_module(nn: ModuleType, watch: Watch) -> None:
-    """Replace a child by one of the same kind and by one of another."""
+    """Replace a child by one of the same kind and by one of another, and ``forward``."""
     net = make_net(nn, "nested")
     call = watch.compile(net)
     call(BATCH)
     net.heads["left"] = nn.Linear(6, 3, bias=False)
     call(BATCH)
-    net.blocks[0] = nn.Identity()
+    net.set_submodule("blocks.0", nn.Identity())
+    call(BATCH)
+    net.forward = lambda x: x.sum(1)
     call(BATCH)
 
 
@@ -163,29 +170,12 @@ def iteration(nn: ModuleType, watch: Watch) -> None:
     call(BATCH)
 
 
-def three_instances(nn: ModuleType, watch: Watch) -> None:
-    """Call three instances of one class, in one function and each on its own."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(self.inner(x))
-
-    blocks = [Block() for _ in range(3)]
-    watch.compile(lambda x: blocks[2](blocks[1](blocks[0](x))))(BATCH)
-    for block in blocks:
-        watch.compile(block)(BATCH)
-
-
 def hooks(nn: ModuleType, watch: Watch) -> None:
     """Register hooks of each kind, on the network and below it, and remove them."""
     net = make_net(nn, "nested")
     call = watch.compile(net)
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        for place in (net, net.blocks[1], net.heads["left"]):
+        for place in (net, net.blocks[1]):
             handles = [
                 place.register_forward_hook(lambda _m, _args, out: out * 2),
                 place.register_forward_pre_hook(lambda _m, args: (-args[0],)),
@@ -225,26 +215,6 @@ def functional_call(nn: ModuleType, watch: Watch) -> None:
 
     watch.compile(loss)(other, BATCH)
     watch.compile(torch.func.grad(loss))(other, BATCH)
-    watch.compile(loss)(dict(net.named_parameters()), BATCH)
-
-
-def broken_graph(nn: ModuleType, watch: Watch) -> None:
-    """Break the graph in the middle of a network, between two layers and inside of one."""
-
-    class Breaking(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.inner(x)
-            torch._dynamo.graph_break()
-            return torch.relu(x)
-
-    net = nn.Sequential(nn.Linear(6, 6), Breaking(), nn.Linear(6, 3))
-    call = watch.compile(net)
-    call(BATCH)
-    call(BATCH * 2)
 
 
 def modes(nn: ModuleType, watch: Watch) -> None:
@@ -261,28 +231,20 @@ def modes(nn: ModuleType, watch: Watch) -> None:
 
 
 def compiled_children(nn: ModuleType, watch: Watch) -> None:
-    """Compile children in place, and call them from their eager parent."""
+    """Compile children in place, and call them from their eager parent, around its graph breaks."""
     net = make_net(nn, "nested")
+    net.blocks[0].act.forward = lambda x: (torch._dynamo.graph_break(), torch.relu(x))[1]
     for block in net.blocks:
         block.compile(backend=watch)
     watch.outputs.append(net(BATCH))
     net.blocks[0].linear.weight = nn.Parameter(torch.full((6, 6), 0.5))
     watch.outputs.append(net(BATCH))
+    watch.outputs.append(list(net.state_dict()))
 
 
 SCENARIOS: Final = (
-    replaced_parameter,
-    replaced_module,
-    written_buffers,
-    plain_attributes,
-    iteration,
-    three_instances,
-    hooks,
-    parametrized,
-    functional_call,
-    broken_graph,
-    modes,
-    compiled_children,
+    *(replaced_parameter, replaced_module, written_buffers, plain_attributes, iteration, hooks),
+    *(parametrized, functional_call, modes, compiled_children),
 )
 
 
@@ -300,7 +262,7 @@ def test_scenario(scenario: Callable[[ModuleType, Watch], None]) -> None:
     eager = _eagerly(scenario)
     assert freeze(report["outputs"]) == freeze(eager)
     assert len(report["graphs"]) == report["stats"]["unique_graphs"]
-    assert (len(report["breaks"]) > 0) == (scenario is broken_graph)
+    assert (len(report["breaks"]) > 0) == (scenario is compiled_children)
 
 
 def _eagerly(scenario: Callable[[ModuleType, Watch], None]) -> list[Any]:
@@ -312,41 +274,33 @@ def _eagerly(scenario: Callable[[ModuleType, Watch], None]) -> list[Any]:
     return watch.outputs
 
 
-NETS: Final = ("conv", "nested", "transformer")
+@pytest.mark.parametrize("network", NETWORKS)
+def test_training_step(network: str) -> None:
+    """Each network compiles to torch's graph, with torch's outputs, gradients and guards."""
 
+    def scenario(impl: Implementation) -> tuple[Any, ...]:
+        torch._dynamo.reset()
+        net, backend = make_net(impl.nn, network), CompileCounterWithBackend("eager")
+        guards: list[int] = []
+        compiled: Callable[[Tensor], Tensor] = torch._dynamo.optimize(
+            backend, nopython=True, guard_export_fn=lambda found: guards.append(len(found))
+        )(net)
+        outputs = []
+        for _ in range(2):
+            output = compiled(make_batch(network))
+            output.square().sum().backward()
+            outputs.append(output.detach())
+        (graph,) = backend.graphs
+        nodes = [(node.op, str(node.target), node.name) for node in graph.graph.nodes]
+        assert len(guards) == 1
+        # A buffer that ``forward`` assigns is looked up in one class more.
+        counts = [] if network == "free" else guards
+        return outputs, gradients(net), dict(net.state_dict()), nodes, counts
 
-@pytest.mark.parametrize("network", NETS)
-@pytest.mark.parametrize("strict", [True, False], ids=["strict", "non_strict"])
-def test_export(network: str, strict: bool) -> None:
-    """The exported graph has torch's inputs, operations and stacks of modules."""
+    (output, _), grads, _, nodes, counts = agree(scenario)
 
-    def scenario(impl: Implementation) -> tuple[Any, Tensor]:
-        net, batch = make_net(impl.nn, network).eval(), make_batch(network)
-        program = torch.export.export(net, (batch,), strict=strict)
-        signature = program.graph_signature
-        inputs = signature.inputs_to_parameters, signature.inputs_to_buffers
-        return (describe(program.graph_module), inputs), program.module()(batch)
-
-    (nodes, _), output = agree(scenario)
-
-    assert torch.equal(output, make_net(torch.nn, network).eval()(make_batch(network)))
-    assert any(stack for *_, stack in nodes)
-
-
-@pytest.mark.parametrize("network", NETS)
-def test_make_fx(network: str) -> None:
-    """``make_fx`` records the operations that it records in torch, backward included."""
-
-    def scenario(impl: Implementation) -> tuple[list[Any], Any]:
-        net, batch = make_net(impl.nn, network).eval(), make_batch(network)
-        weights = {name: p.detach() for name, p in net.named_parameters()}
-
-        def loss(weights: dict[str, Tensor]) -> Tensor:
-            return torch.func.functional_call(net, weights, (batch,)).square().sum()
-
-        graph = make_fx(torch.func.grad(loss))(weights)
-        return describe(graph), graph(weights)
-
-    nodes, grads = agree(scenario)
-
-    assert len(nodes) > len(grads) > 0
+    eager = make_net(torch.nn, network)
+    assert freeze(output) == freeze(eager(make_batch(network)).detach())
+    assert all(grad is not None for grad in grads.values())
+    assert any(op == "placeholder" and "parameters" in target for op, target, _ in nodes)
+    assert all(count > 0 for count in counts)

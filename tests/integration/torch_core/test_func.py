@@ -7,15 +7,9 @@ from torch import Tensor
 from torch.func import (
     functional_call,
     grad,
-    hessian,
-    jacfwd,
-    jacrev,
-    jvp,
     stack_module_state,
-    vjp,
     vmap,
 )
-from torch.nn.utils import stateless
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, seed_everything
@@ -127,63 +121,6 @@ def test_functional_call_with_wrong_names(
     assert net.w is weight
 
 
-def test_failing_call_puts_members_back(impl: Implementation) -> None:
-    """When ``forward`` raises, the module has its own members again."""
-    net = make_net(impl.nn, "free")
-    before = dict(net.named_parameters())
-    with pytest.raises(RuntimeError, match="size of tensor"):
-        functional_call(net, state_of(net)[0], (torch.randn(4, 5),))
-
-    assert all(after is before[name] for name, after in net.named_parameters())
-
-
-def test_nested_prefixes_and_keyword_arguments() -> None:
-    """State of a network that another one holds is given under its prefix, inputs by name."""
-
-    def scenario(impl: Implementation) -> Tensor:
-        nn = impl.nn
-
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.body = nn.ModuleDict({"net": make_net(nn, "nested")})
-
-            def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
-                return self.body["net"](x) * scale
-
-        inner = make_net(nn, "nested")
-        state = {f"body.net.{name}": p * 0.5 for name, p in inner.named_parameters()}
-        inner.load_state_dict({n.removeprefix("body.net."): p.detach() for n, p in state.items()})
-        batch = make_batch("nested")
-        result = functional_call(Outer(), state, (batch,), {"scale": 2.0}, strict=True)
-
-        assert torch.equal(result, inner(batch) * 2.0)
-
-        return result
-
-    agree(scenario)
-
-
-@pytest.mark.parametrize("network", ["nested", "transformer", "conv"])
-def test_grad(network: str) -> None:
-    """The functional gradient is that of ``backward``."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, network).eval(), make_batch(network)
-        parameters, buffers = state_of(net)
-
-        def loss(weights: dict[str, Tensor]) -> Tensor:
-            return functional_call(net, (weights, buffers), (batch,)).square().sum()
-
-        return grad(loss)(parameters), vjp(loss, parameters)[0]
-
-    functional, _ = agree(scenario)
-
-    net = make_net(torch.nn, network).eval()
-    net(make_batch(network)).square().sum().backward()
-    torch.testing.assert_close(functional, gradients(net))
-
-
 def test_per_sample_gradients() -> None:
     """``vmap`` of ``grad`` gives one gradient a sample; their sum is the batch's gradient."""
 
@@ -201,32 +138,6 @@ def test_per_sample_gradients() -> None:
     net = make_net(torch.nn, "conv").eval()
     net(make_batch("conv")).square().sum().backward()
     torch.testing.assert_close({k: v.sum(0) for k, v in samples.items()}, gradients(net))
-
-
-# torch registers its forward-mode formulas through TorchScript on first use.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
-def test_jacobians() -> None:
-    """Reverse and forward Jacobians, Hessian and directional derivative equal torch's."""
-
-    def scenario(impl: Implementation) -> list[Any]:
-        net, x = make_net(impl.nn, "nested").double(), make_batch("nested")[0].double()
-        for parameter in net.parameters():
-            parameter.requires_grad_(False)
-
-        def function(v: Tensor) -> Tensor:
-            return net(v[None])[0]
-
-        return [
-            jacrev(function)(x),
-            jacfwd(function)(x),
-            hessian(lambda v: function(v).sum())(x),
-            jvp(function, (x,), (torch.ones_like(x),))[1],
-        ]
-
-    reverse, forward, _, direction = agree(scenario)
-
-    torch.testing.assert_close(reverse, forward)
-    torch.testing.assert_close(reverse.sum(1), direction)
 
 
 def test_ensemble() -> None:
@@ -254,60 +165,3 @@ def test_ensemble() -> None:
 
     assert together.shape == (3, 4, 3)
     assert grads["heads.left.bias"].shape == (3, 3)
-
-
-def test_ensemble_refuses_mixed_modes(impl: Implementation) -> None:
-    """Stacking networks of which some are in evaluation mode is refused, as is mixing classes."""
-    left, right = impl.nn.Linear(2, 2), impl.nn.Linear(2, 2).eval()
-
-    with pytest.raises(RuntimeError, match="training/eval mode"):
-        stack_module_state([left, right])
-    with pytest.raises(RuntimeError, match="the same class"):
-        stack_module_state([left, impl.nn.Identity()])
-
-
-def test_batch_norm_under_vmap(impl: Implementation) -> None:
-    """Torch's helper that takes the running statistics out works on modkit's BatchNorm."""
-    net = make_net(impl.nn, "conv")
-    torch.func.replace_all_batch_norm_modules_(net)
-    parameters, buffers = state_of(net)
-    images = torch.stack([make_batch("conv"), make_batch("conv") * 2])
-    result = vmap(lambda x: functional_call(net, (parameters, buffers), (x,)))(images)
-
-    assert net.features[1].running_mean is None
-    torch.testing.assert_close(result[1], net(images[1]))
-
-
-def test_randomness_under_vmap() -> None:
-    """Dropout under ``vmap`` draws the numbers that torch's does."""
-
-    def scenario(impl: Implementation) -> Tensor:
-        net = impl.nn.Sequential(impl.nn.Dropout(0.5), impl.nn.Linear(6, 3))
-        seed_everything()
-        return vmap(net, randomness="different")(make_batch("free"))
-
-    agree(scenario)
-
-
-def test_deprecated_stateless_call(impl: Implementation) -> None:
-    """The older ``stateless.functional_call`` warns and still works."""
-    net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-    zeros = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    with pytest.warns(FutureWarning, match="functional_call"):
-        result = stateless.functional_call(net, zeros, (batch,))
-
-    assert torch.equal(result, batch[:, :3])
-
-
-def test_swapped_state_lasts_for_the_block(impl: Implementation) -> None:
-    """Inside torch's reparametrising block the given tensors are the module's members."""
-    net = make_net(impl.nn, "free")
-    replacement = torch.full((6,), 3.0)
-    original = net.w
-    with stateless._reparametrize_module(net, {"w": replacement}):
-        inside = net.w
-        registered = net._parameters["w"]
-
-    assert inside is replacement
-    assert registered is replacement
-    assert net.w is original

@@ -2,7 +2,6 @@
 
 from typing import Final
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -120,27 +119,6 @@ def test_parameters_without_weight_decay() -> None:
 
     # Two of each normalization, the LayerNorm among them, and the biases of the stem and the head.
     assert len(names) == 2 * (NORMALIZATIONS + 1) + 2
-
-
-@pytest.mark.parametrize("build", [Backbone, lambda: torch.nn.Linear(1, 1), torch.nn.Sequential])
-def test_is_a_module(impl: Implementation, build: type[torch.nn.Module]) -> None:
-    """A module built by torch or a library is an instance of Module, and its class a subclass."""
-    module = build()
-
-    assert isinstance(module, impl.nn.Module)
-    assert issubclass(type(module), impl.nn.Module)
-    assert not isinstance(module.state_dict(), impl.nn.Module)
-
-
-def test_a_user_class_is_not_its_base(impl: Implementation) -> None:
-    """A torch layer is a Module, but not an instance of each class that derives from Module."""
-
-    class User(impl.nn.Module):
-        pass
-
-    assert isinstance(User(), impl.nn.Module)
-    assert not isinstance(Backbone(), User)
-    assert not issubclass(Backbone, User)
 
 
 def test_dispatch_by_class() -> None:

@@ -1,9 +1,8 @@
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any, Final
 
-import pytest
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
@@ -26,11 +25,6 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "RMSprop": {"momentum": 0.9, "centered": True},
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-3},
 }
-KERNELS: Final = [
-    (name, kernel)
-    for name in ("Adagrad", "Adam", "AdamW", "SGD")
-    for kernel in ({"fused": True}, {"foreach": True}, {"foreach": False})
-]
 
 
 def sparse_net(nn: ModuleType) -> torch.nn.Module:
@@ -67,13 +61,6 @@ def make_optimizer(name: str, parameters: Iterable[Tensor], **options: Any) -> O
     return getattr(torch.optim, name)(parameters, **{**OPTIONS.get(name, {}), **options})
 
 
-def test_every_optimizer_is_covered() -> None:
-    """The list is read from torch, and holds what every user expects of it."""
-    newer = {"Muon"} & vars(torch.optim).keys()
-
-    assert {"Adam", "LBFGS", "SGD", "SparseAdam"} | newer <= set(OPTIMIZERS)
-
-
 @for_each("name", OPTIMIZERS)
 def test_five_steps_are_equal(name: str) -> None:
     """Losses, weights, buffers and the optimizer's state are bitwise identical to torch's."""
@@ -103,19 +90,6 @@ def test_state_transfers(name: str, source: Implementation, target: Implementati
 
     assert freeze(train(successor, heir, batch, 2)) == freeze(train(net, optimizer, batch, 2))
     assert freeze(dict(successor.state_dict())) == freeze(dict(net.state_dict()))
-
-
-@for_each(("name", "kernel"), KERNELS)
-def test_kernel_choice_is_equal(name: str, kernel: dict[str, bool]) -> None:
-    """Fused, foreach and plain steps read the parameters alike."""
-
-    def scenario(impl: Implementation) -> tuple[list[Tensor], Any]:
-        net, parameters, batch = trainee(name, impl.nn)
-        options = {} if name == "SGD" else {"lr": 0.01}
-        optimizer = make_optimizer(name, parameters, **options, **kernel)
-        return train(net, optimizer, batch, 3), dict(net.state_dict())
-
-    agree(scenario)
 
 
 @for_each("network", NETWORKS)
@@ -151,49 +125,3 @@ def test_names_reach_the_optimizer(impl: Implementation) -> None:
     assert optimizer.state_dict()["param_groups"][0]["param_names"] == list(
         dict(net.named_parameters())
     )
-
-
-def test_optimizer_in_backward() -> None:
-    """One optimizer a parameter, stepped by a post-accumulate hook, trains like torch."""
-
-    def scenario(impl: Implementation) -> dict[str, Tensor]:
-        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-        optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
-
-        def step(parameter: Tensor) -> None:
-            optimizers[parameter].step()
-            optimizers[parameter].zero_grad()
-
-        for parameter in net.parameters():
-            parameter.register_post_accumulate_grad_hook(step)
-        before = freeze(dict(net.state_dict()))
-        for _ in range(2):
-            net(batch).square().mean().backward()
-
-        assert all(parameter.grad is None for parameter in net.parameters())
-        assert freeze(dict(net.state_dict())) != before
-
-        return dict(net.state_dict())
-
-    agree(scenario)
-
-
-@pytest.mark.parametrize(
-    "regroup",
-    [
-        lambda net: [{"params": net.inner.parameters()}, {"params": [net.w], "lr": 0.5}],
-        lambda net: [{"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1}],
-    ],
-    ids=["by_member", "by_rank"],
-)
-def test_parameter_groups(regroup: Callable[[torch.nn.Module], list[dict[str, Any]]]) -> None:
-    """Groups picked by member or by rank train the chosen parameters and leave the others."""
-
-    def scenario(impl: Implementation) -> dict[str, Tensor]:
-        net, batch = make_net(impl.nn, "free"), make_batch("free")
-        train(net, torch.optim.SGD(regroup(net), lr=0.1), batch, 3)
-        return dict(net.state_dict())
-
-    trained = agree(scenario)
-
-    assert torch.equal(trained["out.bias"], make_net(torch.nn, "free").state_dict()["out.bias"])

@@ -1,5 +1,4 @@
 import importlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -58,45 +57,6 @@ def test_replicate(network: str) -> None:
 
 
 @pytest.mark.usefixtures("_copies_on_cpu")
-def test_replicas_are_separate(impl: Implementation) -> None:
-    """Writing buffers, attributes and children of a replica leaves the original alone."""
-    net, batch = make_net(impl.nn, "free"), make_batch("free")
-    (replica,) = replicate_module.replicate(net, [0], detach=True)
-    replica(batch)
-    replica.extra = 1
-    replica.out = impl.nn.Identity()
-
-    assert replica.counter == 1
-    assert net.counter == 0
-    assert not hasattr(net, "extra")
-    assert type(net.out) is impl.nn.Linear
-    assert isinstance(replica.w, torch.Tensor)
-
-
-@pytest.mark.usefixtures("_copies_on_cpu")
-def test_hooks_and_modes_are_replicated() -> None:
-    """A replica has the original's hooks and mode."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "nested").eval(), make_batch("nested")
-        net.blocks[0].register_forward_hook(lambda _m, _args, output: output * 2)
-        replicas = replicate_module.replicate(net, [0, 1])
-        outputs = parallel_apply_on_cpu(replicas, batch)
-        return outputs, [module.training for module in replicas[0].modules()]
-
-    outputs, modes = agree(scenario)
-
-    assert freeze(outputs[0]) == freeze(outputs[1])
-    assert not any(modes)
-
-
-def parallel_apply_on_cpu(replicas: list[torch.nn.Module], batch: torch.Tensor) -> list[Any]:
-    """Call each replica in a thread of its own, as ``parallel_apply`` does."""
-    with ThreadPoolExecutor(len(replicas)) as pool:
-        return list(pool.map(lambda replica: replica(batch), replicas))
-
-
-@pytest.mark.usefixtures("_copies_on_cpu")
 def test_shared_children_stay_shared(impl: Implementation) -> None:
     """Tied weights and a module in two places are one object in a replica, too."""
     nn = impl.nn
@@ -108,42 +68,3 @@ def test_shared_children_stay_shared(impl: Implementation) -> None:
     assert replica[0] is replica[2]
     assert replica[0] is not shared
     assert replica[3].weight is replica[0].weight
-
-
-def test_replica_protocol(impl: Implementation) -> None:
-    """A shallow replica has registries of its own, no parameters, and the same other attributes."""
-    net = make_net(impl.nn, "free")
-    net.note = ["shared"]
-    replica = net._replicate_for_data_parallel()
-
-    assert type(replica) is type(net)
-    assert replica.__dict__.keys() == {*net.__dict__, "_is_replica"}
-    assert replica._parameters == {}
-    assert replica._buffers == net._buffers
-    assert replica._buffers is not net._buffers
-    assert replica._modules == net._modules
-    assert replica._modules is not net._modules
-    assert replica.note is net.note
-
-
-def test_recurrent_replica_has_flat_weights(impl: Implementation) -> None:
-    """A replica of an LSTM has a list of flat weights of its own."""
-    layer = impl.nn.LSTM(3, 4)
-    replica = layer._replicate_for_data_parallel()
-
-    assert replica._flat_weights == layer._flat_weights
-    assert replica._flat_weights is not layer._flat_weights
-
-
-def test_data_parallel_on_cpu() -> None:
-    """``DataParallel`` without GPUs calls the module it holds, and prefixes its state."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        wrapper = impl.nn.DataParallel(make_net(impl.nn, "conv"))
-        output = wrapper(make_batch("conv"))
-        output.sum().backward()
-        return output, gradients(wrapper), dict(wrapper.state_dict())
-
-    _, grads, _ = agree(scenario)
-
-    assert all(name.startswith("module.") for name in grads)

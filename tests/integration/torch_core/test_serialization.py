@@ -1,5 +1,3 @@
-import copy
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -8,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, freeze, seed_everything
+from tests.helpers import MODKIT, TORCH, Implementation, freeze
 from tests.integration.networks import (
     NETWORKS,
     PICKLABLE,
@@ -61,23 +59,6 @@ def test_state_dict_file_loads_into_the_other(
     )
 
 
-@for_each("network", NETWORKS)
-def test_state_dict_files_carry_the_same(network: str) -> None:
-    """A reloaded state dict has the same type, keys, values and version metadata."""
-
-    def scenario(impl: Implementation) -> tuple[str, Any, Any]:
-        buffer = io.BytesIO()
-        torch.save(trained_net(impl, network).state_dict(), buffer)
-        buffer.seek(0)
-        loaded = torch.load(buffer, weights_only=True)
-        return type(loaded).__name__, loaded, loaded._metadata
-
-    kind, _, metadata = agree(scenario)
-
-    assert kind == "OrderedDict"
-    assert metadata[""] == {"version": 1}
-
-
 @both_ways
 def test_mapped_file_is_assigned(
     tmp_path: Path, source: Implementation, target: Implementation
@@ -93,18 +74,6 @@ def test_mapped_file_is_assigned(
     assert empty.head.weight.data_ptr() == loaded["head.weight"].data_ptr()
     assert isinstance(empty.head.weight, torch.nn.Parameter)
     assert freeze(empty(make_batch("conv"))) == freeze(net(make_batch("conv")))
-
-
-@for_each("network", NETWORKS)
-def test_deepcopy_is_independent(impl: Implementation, network: str) -> None:
-    """A deep copy computes the same and shares no tensor with the original."""
-    net, batch = trained_net(impl, network), make_batch(network)
-    clone = copy.deepcopy(net)
-
-    assert type(clone) is type(net)
-    assert freeze(clone(batch)) == freeze(net(batch))
-    pointers = {tensor.data_ptr() for tensor in net.state_dict().values()}
-    assert pointers.isdisjoint(tensor.data_ptr() for tensor in clone.state_dict().values())
 
 
 @for_each("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
@@ -150,14 +119,3 @@ def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:
     names, _ = agree(scenario)
 
     assert "BatchNorm1d" in names
-
-
-@for_each("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_pickle_round_trip(impl: Implementation, protocol: int) -> None:
-    """Every pickle protocol carries a network over."""
-    seed_everything()
-    net, batch = PICKLABLE[impl.name](), make_batch("free")
-    clone = pickle.loads(pickle.dumps(net, protocol=protocol))
-
-    assert clone.__dict__.keys() == net.__dict__.keys()
-    assert freeze(clone(batch)) == freeze(net(batch))

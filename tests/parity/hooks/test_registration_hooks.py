@@ -1,227 +1,157 @@
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import Implementation, clean_global_hooks, same
-from tests.parity.hooks.tools import noting, returning
+from tests.helpers import Implementation, same
+from tests.models import leaf
+from tests.parity.hooks.tools import noting, raising, recording, returning
+from tests.parity.module.contents import contents
 
 
-KINDS = pytest.mark.parametrize(
-    ("registrar", "make", "register"),
-    [
-        (
-            "register_module_parameter_registration_hook",
-            lambda impl: impl.own.Parameter(torch.ones(1)),
-            "register_parameter",
-        ),
-        (
-            "register_module_buffer_registration_hook",
-            lambda impl: impl.own.Buffer(torch.ones(1)),
-            "register_buffer",
-        ),
-        (
-            "register_module_module_registration_hook",
-            lambda impl: impl.Module(),
-            "add_module",
-        ),
-    ],
-    ids=["parameter", "buffer", "module"],
+# By kind: how a member is made, and the method that registers it.
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "parameter": (lambda: torch.nn.Parameter(torch.ones(1)), "register_parameter"),
+    "buffer": (lambda: torch.nn.Buffer(torch.ones(1)), "register_buffer"),
+    "module": (torch.nn.Module, "add_module"),
+}
+WAYS = pytest.mark.parametrize("by_assignment", [False, True], ids=["method", "assignment"])
+# Torch's own code runs the hooks of a buffer, and those of a module that is assigned.
+CHECKED_WAYS = pytest.mark.parametrize(
+    ("kind", "by_assignment"), [("parameter", False), ("parameter", True), ("module", False)]
 )
 
 
-def watch(impl: Implementation, log: list[object]) -> None:
-    """Note every registration as (kind, name, whether the value is None)."""
-    impl.register_module_parameter_registration_hook(
-        lambda _, name, value: log.append(("parameter", name, value is None))
-    )
-    impl.register_module_buffer_registration_hook(
-        lambda _, name, value: log.append(("buffer", name, value is None))
-    )
-    impl.register_module_module_registration_hook(
-        lambda _, name, value: log.append(("module", name, value is None))
-    )
+def register_hook(impl: Implementation, kind: str, hook: Callable[..., Any]) -> Any:
+    """Register a hook for a kind of members."""
+    return getattr(impl, f"register_module_{kind}_registration_hook")(hook)
 
 
-@KINDS
-@pytest.mark.parametrize("by_assignment", [False, True], ids=["method", "assignment"])
-def test_hook_gets_the_module_the_name_and_the_value(
-    impl: Implementation, registrar: str, make, register: str, by_assignment: bool
-) -> None:
-    """A registration hook is called with (module, name, value), before it is stored (rule 40)."""
-    calls: list[tuple[object, ...]] = []
-    stored: list[bool] = []
-    module, value = impl.Module(), make(impl)
-
-    def hook(*received: object) -> None:
-        calls.append(received)
-        stored.append(hasattr(module, "x"))
-
-    getattr(impl, registrar)(hook)
+def register(module: Any, kind: str, name: str, value: Any, *, by_assignment: bool) -> None:
+    """Register a member, by the method or by assignment."""
     if by_assignment:
-        module.x = value
+        setattr(module, name, value)
     else:
-        getattr(module, register)("x", value)
-
-    assert len(calls) == 1
-    assert calls[0][0] is module
-    assert calls[0][1] == "x"
-    assert calls[0][2] is value
-    assert stored == [False]
-    assert module.x is value
+        getattr(module, KINDS[kind][1])(name, value)
 
 
-@KINDS
-@pytest.mark.parametrize("by_assignment", [False, True], ids=["method", "assignment"])
+def watch(impl: Implementation) -> list[Any]:
+    """Return the list in which every registration is noted."""
+    log: list[Any] = []
+
+    def note(kind: str) -> Callable[..., None]:
+        return lambda _, name, value: log.append((kind, name, None if value is None else "value"))
+
+    for kind in KINDS:
+        register_hook(impl, kind, note(kind))
+    return log
+
+
+@WAYS
+@pytest.mark.parametrize("kind", KINDS)
 def test_hooks_may_replace_the_value_and_chain(
-    impl: Implementation, registrar: str, make, register: str, by_assignment: bool
+    impl: Implementation, kind: str, by_assignment: bool
 ) -> None:
-    """A returned value is what the next hook sees and, in the end, what is stored (rule 40)."""
-    seen: list[object] = []
-    first, last = make(impl), make(impl)
-    getattr(impl, registrar)(returning(first))
-    getattr(impl, registrar)(returning(None))
-    getattr(impl, registrar)(lambda _, name, value: seen.append(value))
-    getattr(impl, registrar)(returning(last))
-    module, value = impl.Module(), make(impl)
-    if by_assignment:
-        module.x = value
-    else:
-        getattr(module, register)("x", value)
-
-    assert len(seen) == 1
-    assert seen[0] is first
-    assert module.x is last
-
-
-def test_parameter_hook_is_not_called_for_none(impl: Implementation) -> None:
-    """A None parameter is stored without asking the hooks (rule 40)."""
-    log: list[object] = []
-    watch(impl, log)
+    """They get (module, name, value) before it is stored, and what an earlier one returned (rule 40)."""
+    make, _ = KINDS[kind]
+    calls: list[Any] = []
+    values = make(), make(), make()
     module = impl.Module()
-    module.register_parameter("a", None)
-    module.b = impl.own.Parameter(torch.ones(1))
+    register_hook(impl, kind, lambda module, name, value: calls.append(hasattr(module, name)))
+    register_hook(impl, kind, recording(calls))
+    register_hook(impl, kind, returning(values[1]))
+    register_hook(impl, kind, returning(None))
+    register_hook(impl, kind, recording(calls))
+    with register_hook(impl, kind, returning(values[2])):
+        register(module, kind, "x", values[0], by_assignment=by_assignment)
+
+    assert calls[0] is False
+    assert [call[:2] for call in calls[1:]] == [(module, "x")] * 2
+    assert calls[1][2] is values[0]
+    assert calls[2][2] is values[1]
+    assert module.x is values[2]
+
+    register(module, kind, "y", values[0], by_assignment=by_assignment)
+
+    assert module.y is values[1]
+
+
+def test_which_registrations_are_announced(impl: Implementation) -> None:
+    """By methods and assignment, of layers too; None unless it is a parameter (rule 40)."""
+    log = watch(impl)
+    module = impl.Module()
+    module.register_parameter("w", None)
+    module.w = torch.nn.Parameter(torch.ones(1))
+    module.w = None
+    module.register_buffer("b", None)
+    module.b = torch.ones(1)
     module.b = None
-
-    assert log == [("parameter", "b", False)]
-
-
-def test_buffer_hook_is_called_for_none_too(impl: Implementation) -> None:
-    """register_buffer, assignment and nn.Buffer all ask the hooks, None included (rule 40)."""
-    log: list[object] = []
-    watch(impl, log)
-    module = impl.Module()
-    module.register_buffer("a", None)
-    module.a = torch.ones(1)
-    module.a = None
-    module.b = impl.own.Buffer(torch.ones(1))
-    module.b = torch.zeros(1)
+    module.add_module("c", None)
+    module.register_module("c", impl.Module())
+    module.c = None
 
     assert log == [
-        ("buffer", "a", True),
-        ("buffer", "a", False),
-        ("buffer", "a", True),
-        ("buffer", "b", False),
-        ("buffer", "b", False),
+        ("parameter", "w", "value"),
+        *(("buffer", "b", None), ("buffer", "b", "value"), ("buffer", "b", None)),
+        *(("module", "c", None), ("module", "c", "value"), ("module", "c", None)),
     ]
 
-
-def test_module_hook_is_called_for_none_too(impl: Implementation) -> None:
-    """add_module, register_module and assignment all ask the hooks, None included (rule 40)."""
-    log: list[object] = []
-    watch(impl, log)
-    module = impl.Module()
-    module.add_module("a", None)
-    module.register_module("b", impl.Module())
-    module.b = None
-    module.c = impl.Module()
-
-    assert log == [
-        ("module", "a", True),
-        ("module", "b", False),
-        ("module", "b", True),
-        ("module", "c", False),
-    ]
-
-
-@for_each(
-    ("registrar", "method", "name", "value"),
-    [
-        ("parameter", "register_parameter", "a.b", torch.nn.Parameter(torch.ones(1))),
-        ("parameter", "register_parameter", "", torch.nn.Parameter(torch.ones(1))),
-        ("parameter", "register_parameter", "ok", torch.ones(1)),
-        ("parameter", "register_parameter", "training", torch.nn.Parameter(torch.ones(1))),
-        ("buffer", "register_buffer", "a.b", torch.ones(1)),
-        ("buffer", "register_buffer", "ok", "text"),
-        ("module", "add_module", "a.b", torch.nn.Module()),
-        ("module", "add_module", "ok", "text"),
-    ],
-)
-def test_hooks_run_after_validation(impl, registrar, method, name, value) -> None:
-    """A refused member never reaches a registration hook (rule 40)."""
-    log: list[object] = []
-    getattr(impl, f"register_module_{registrar}_registration_hook")(noting(log, "ran"))
-    with pytest.raises((TypeError, KeyError)):
-        getattr(impl.Module(), method)(name, value)
-
-    assert log == []
-
-
-def test_hooks_run_for_the_members_of_layers(impl: Implementation) -> None:
-    """Building a layer or a container registers its members through the hooks (rule 40)."""
-    log: list[object] = []
-    watch(impl, log)
+    log.clear()
     impl.own.Sequential(impl.own.BatchNorm1d(1))
 
     assert log == [
-        ("parameter", "weight", False),
-        ("parameter", "bias", False),
-        ("buffer", "running_mean", False),
-        ("buffer", "running_var", False),
-        ("buffer", "num_batches_tracked", False),
-        ("module", "0", False),
+        *(("parameter", "weight", "value"), ("parameter", "bias", "value")),
+        *(("buffer", "running_mean", "value"), ("buffer", "running_var", "value")),
+        *(("buffer", "num_batches_tracked", "value"), ("module", "0", "value")),
     ]
 
 
-def test_removed_hook_is_no_longer_asked(impl: Implementation) -> None:
-    """After its handle's block a registration hook is gone (rule 40)."""
-    log: list[object] = []
-    module = impl.Module()
-    with impl.register_module_parameter_registration_hook(noting(log, "ran")):
-        module.a = impl.own.Parameter(torch.ones(1))
-    module.b = impl.own.Parameter(torch.ones(1))
+@for_each("kind", KINDS)
+@for_each("other", ["torch", "modkit"])
+def test_hooks_fire_across_implementations(impl: Implementation, other: Any, kind: str) -> None:
+    """A registration hook of either implementation is asked by the modules of both."""
+    log: list[str] = []
+    register_hook(impl, kind, noting(log, "asked"))
+    Implementation(other).Module().x = KINDS[kind][0]()
 
-    assert log == ["ran"]
-
-
-def test_hook_that_raises_keeps_the_value_out(impl: Implementation) -> None:
-    """An exception from a hook reaches the caller; the new value is not stored (rule 40)."""
-
-    def veto(*_: object) -> None:
-        raise PermissionError("no")
-
-    module = impl.Module()
-    impl.register_module_parameter_registration_hook(veto)
-    with pytest.raises(PermissionError):
-        module.register_parameter("w", impl.own.Parameter(torch.ones(1)))
-
-    assert dict(module.named_parameters()) == {}
+    assert log == ["asked"]
 
 
-def test_direct_writes_do_not_fire(impl: Implementation) -> None:
-    """Writing into the tables of a module asks no hook (rule 41)."""
-    log: list[object] = []
-    watch(impl, log)
-    module = impl.Module()
-    module._parameters["w"] = impl.own.Parameter(torch.ones(1))
-    module._buffers["b"] = torch.ones(1)
-    module._modules["c"] = impl.Module()
+@for_each(
+    ("kind", "name", "value"),
+    [
+        *(("parameter", name, KINDS["parameter"][0]()) for name in ("a.b", "", "training")),
+        *(("parameter", "ok", torch.ones(1)), ("buffer", "a.b", torch.ones(1))),
+        *(("buffer", "ok", "text"), ("module", "a.b", torch.nn.Module()), ("module", "ok", "text")),
+    ],
+)
+def test_hooks_run_after_validation(impl, kind: str, name: str, value: Any) -> None:
+    """A refused member never reaches a registration hook (rule 40)."""
+    log = watch(impl)
+    with pytest.raises((TypeError, KeyError)):
+        register(impl.Module(), kind, name, value, by_assignment=False)
 
     assert log == []
 
 
-def filled(impl: Implementation) -> torch.nn.Module:
+@WAYS
+@pytest.mark.parametrize("kind", KINDS)
+def test_hook_that_raises_keeps_the_value_out(
+    impl: Implementation, kind: str, by_assignment: bool
+) -> None:
+    """An exception from a hook reaches the caller; the new value is not stored (rule 40)."""
+    module = impl.Module()
+    register_hook(impl, kind, raising(PermissionError("no")))
+    with pytest.raises(PermissionError):
+        register(module, kind, "x", KINDS[kind][0](), by_assignment=by_assignment)
+
+    assert not hasattr(module, "x")
+
+
+def filled(impl: Implementation) -> Any:
     """Make a module with one member of each kind."""
     module = impl.Module()
     module.w = impl.own.Parameter(torch.ones(1))
@@ -230,64 +160,44 @@ def filled(impl: Implementation) -> torch.nn.Module:
     return module
 
 
-@for_each(
-    "action",
-    [
-        lambda module: module.double(),
-        lambda module: module.to("meta"),
-        lambda module: module.to_empty(device="cpu"),
-        lambda module: module._apply(lambda tensor: tensor + 1),
-        lambda module: module.load_state_dict(module.state_dict()),
-        copy.deepcopy,
-        copy.copy,
-        lambda module: module.requires_grad_(requires_grad=False),
-        lambda module: module.train(mode=False),
-        lambda module: delattr(module, "w"),
-    ],
-    ids=[
-        "double",
-        "meta",
-        "to_empty",
-        "_apply",
-        "load",
-        "deepcopy",
-        "copy",
-        "requires_grad_",
-        "train",
-        "delattr",
-    ],
-)
-def test_operations_that_register_nothing_do_not_fire(impl: Implementation, action) -> None:
-    """Conversion, copying loads, deepcopy and deletion ask no hook (rule 41)."""
-    log: list[object] = []
+SILENT: dict[str, Callable[[Any], object]] = {
+    "parameters": lambda m: m._parameters.update(w=torch.nn.Parameter(torch.zeros(1))),
+    "buffers": lambda m: m._buffers.update(b=torch.zeros(1)),
+    "modules": lambda m: m._modules.update(c=torch.nn.Module()),
+    "double": lambda m: m.double(),
+    "meta": lambda m: m.to("meta"),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "_apply": lambda m: m._apply(lambda tensor: tensor + 1),
+    "load": lambda m: m.load_state_dict(m.state_dict()),
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "requires_grad_": lambda m: m.requires_grad_(requires_grad=False),
+    "train": lambda m: m.train(mode=False),
+    "delattr": lambda m: delattr(m, "w"),
+}
+
+
+@for_each("action", SILENT)
+def test_operations_that_register_nothing_do_not_fire(impl: Implementation, action: str) -> None:
+    """Direct writes, conversions, copying loads, copies and deletion ask no hook (rule 41)."""
     module = filled(impl)
-    watch(impl, log)
-    action(module)
+    log = watch(impl)
+    SILENT[action](module)
 
     assert log == []
 
 
-def test_assigning_load_fires(impl: Implementation) -> None:
-    """load_state_dict(assign=True) sets attributes, which asks the hooks (rule 41)."""
-    log: list[object] = []
+def test_assigning_load_and_set_submodule_fire(impl: Implementation) -> None:
+    """Both set attributes, which asks the hooks (rule 41)."""
     module = filled(impl)
     state = filled(impl).state_dict()
-    watch(impl, log)
+    log = watch(impl)
     module.load_state_dict(state, assign=True)
+    module.set_submodule("c", torch.nn.Module())
 
-    assert log == [("parameter", "w", False), ("buffer", "b", False)]
-
-
-def test_set_submodule_fires(impl: Implementation) -> None:
-    """set_submodule assigns the child, which asks the module hooks (rule 41)."""
-    log: list[object] = []
-    module = filled(impl)
-    child = impl.Module()
-    watch(impl, log)
-    module.set_submodule("c", child)
-
-    assert log == [("module", "c", False)]
-    assert module.c is child
+    assert log == [
+        *(("parameter", "w", "value"), ("buffer", "b", "value"), ("module", "c", "value")),
+    ]
 
 
 def test_assignment_goes_through_the_instances_own_methods(impl: Implementation) -> None:
@@ -320,10 +230,8 @@ def test_assignment_goes_through_the_instances_own_methods(impl: Implementation)
     module.c = None
 
     assert log == [
-        ("register_parameter", "w"),
-        ("register_parameter", "w"),
-        ("register_buffer", "b", False),
-        ("register_buffer", "b", False),
+        *(("register_parameter", "w"), ("register_parameter", "w")),
+        *(("register_buffer", "b", False), ("register_buffer", "b", False)),
     ]
 
     log.clear()
@@ -332,61 +240,59 @@ def test_assignment_goes_through_the_instances_own_methods(impl: Implementation)
     assert log == [("register_module", "d"), ("add_module", "d")]
 
 
-def test_register_buffer_override_without_persistent(impl: Implementation) -> None:
-    """An override that does not know `persistent` is called without it (rule 42)."""
-    log: list[str] = []
+@for_each("persistent", [False, True])
+def test_an_override_of_register_buffer_without_persistent(persistent: bool) -> None:
+    """It is called without it, and cannot take a buffer that is not persistent (rule 42)."""
 
-    class Old(impl.Module):
-        def register_buffer(self, name, tensor):
-            log.append(name)
-            super().register_buffer(name, tensor)
-
-    module = Old()
-    module.b = impl.own.Buffer(torch.ones(1))
-    module.b = torch.zeros(1)
-
-    assert log == ["b", "b"]
-    assert list(module.state_dict()) == ["b"]
-
-
-def test_register_buffer_override_without_persistent_refuses_non_persistent_ones() -> None:
-    """Such an override cannot take a non-persistent buffer: torch's error (rule 42)."""
-
-    def scenario(impl: Implementation) -> None:
+    def scenario(impl: Implementation) -> object:
         class Old(impl.Module):
             def register_buffer(self, name, tensor):
                 super().register_buffer(name, tensor)
 
-        Old().b = impl.own.Buffer(torch.ones(1), persistent=False)
+        module = Old()
+        module.b = impl.own.Buffer(torch.ones(1), persistent=persistent)
+        module.b = torch.zeros(1)
+        return module.state_dict()
 
-    assert same(scenario)[:2] == ("raised", "RuntimeError")
+    assert same(scenario)[:2][0] == ("returned" if persistent else "raised")
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-def test_instance_level_register_buffer_is_used(impl: Implementation, persistent: bool) -> None:
-    """A register_buffer assigned to the instance is the one that setattr calls (rule 42)."""
-    calls: list[object] = []
+@CHECKED_WAYS
+@pytest.mark.parametrize("result", ["text", [1], object], ids=str)
+def test_what_a_registration_hook_returns_is_checked(
+    impl: Implementation, kind: str, result: object, by_assignment: bool
+) -> None:
+    """A result that is no such member is a TypeError that names class, name and value."""
+    module = leaf(impl)
+    before = contents(module)
+    register_hook(impl, kind, returning(result))
+    with pytest.raises(TypeError, match=r"'x' of Leaf .*registration hook returned") as caught:
+        register(module, kind, "x", KINDS[kind][0](), by_assignment=by_assignment)
+
+    assert repr(result)[:6] in str(caught.value)
+    assert contents(module) == before
+
+
+def test_a_refused_result_leaves_the_member_that_was_there(impl: Implementation) -> None:
+    """The old parameter stays where a registration hook spoils the new one."""
+    module = leaf(impl)
+    weight = module.weight
+    register_hook(impl, "parameter", returning("text"))
+    with pytest.raises(TypeError, match="'weight' of Leaf"):
+        module.weight = torch.nn.Parameter(torch.ones(1))
+
+    assert module.weight is weight
+
+
+@for_each("kind", ["parameter", "module"])
+def test_a_later_hook_may_repair_what_an_earlier_one_returned(
+    impl: Implementation, kind: str
+) -> None:
+    """Only what all hooks together make of the value is checked."""
     module = impl.Module()
-    module.register_buffer = lambda name, tensor, persistent: calls.append((name, persistent))
-    module.b = impl.own.Buffer(torch.ones(1), persistent=persistent)
+    repaired = KINDS[kind][0]()
+    register_hook(impl, kind, returning("text"))
+    register_hook(impl, kind, returning(repaired))
+    register(module, kind, "x", KINDS[kind][0](), by_assignment=False)
 
-    assert calls == [("b", persistent)]
-    assert "b" not in module._buffers
-
-
-@KINDS
-def test_whole_sequence_of_registrations_is_the_same(registrar: str, make, register: str) -> None:
-    """A hook that replaces members gives the same module on both implementations (rule 40)."""
-
-    def scenario(impl: Implementation) -> object:
-        with clean_global_hooks():
-            replacement = make(impl)
-            getattr(impl, registrar)(
-                lambda _, name, value: replacement if name == "replaced" else None
-            )
-            module = impl.Module()
-            for name in ("kept", "replaced"):
-                getattr(module, register)(name, make(impl))
-            return module, module.replaced is replacement
-
-    assert same(scenario)[0] == "returned"
+    assert module.x is repaired

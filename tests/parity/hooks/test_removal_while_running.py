@@ -1,45 +1,29 @@
 import pytest
-import torch
 
+from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.models import parent_and_child
+from tests.parity.hooks.test_registration_hooks import CHECKED_WAYS, KINDS, register, register_hook
 from tests.parity.hooks.tools import noting
 
 
-def test_hook_removed_by_an_earlier_one_is_still_marked_as_run(impl: Implementation) -> None:
-    """An always_call hook that runs after its removal is not called again (rules 15 and 21)."""
-    log: list[str] = []
-
-    def fails(*_: object) -> None:
-        log.append("fails")
-        raise LookupError("removed hook")
-
-    module = impl.own.Identity()
-    module.register_forward_hook(lambda *_: later.remove())
-    later = module.register_forward_hook(fails, always_call=True)
-    with pytest.raises(LookupError, match="removed hook"):
-        module(0)
-
-    assert log == ["fails"]
-
-
-STATE_HOOKS = pytest.mark.parametrize(
-    ("registrar", "run"),
-    [
-        ("register_state_dict_pre_hook", lambda module: module.state_dict()),
-        ("register_state_dict_post_hook", lambda module: module.state_dict()),
-        ("_register_state_dict_hook", lambda module: module.state_dict()),
-        ("register_load_state_dict_pre_hook", lambda module: module.load_state_dict({}, False)),
-        ("_register_load_state_dict_pre_hook", lambda module: module.load_state_dict({}, False)),
-        ("register_load_state_dict_post_hook", lambda module: module.load_state_dict({}, False)),
-    ],
+STATE_HOOKS = (
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook", "_register_state_dict_hook"),
+    *("register_load_state_dict_pre_hook", "_register_load_state_dict_pre_hook"),
+    "register_load_state_dict_post_hook",
 )
 
 
-@STATE_HOOKS
-def test_state_hook_may_remove_itself_while_it_runs(
-    impl: Implementation, registrar: str, run
-) -> None:
+def run(module, registrar: str) -> None:
+    """Save or load, so that the hook runs."""
+    if "load" in registrar:
+        module.load_state_dict({}, strict=False)
+    else:
+        module.state_dict()
+
+
+@pytest.mark.parametrize("registrar", STATE_HOOKS)
+def test_state_hook_may_remove_itself_while_it_runs(impl: Implementation, registrar: str) -> None:
     """A state-dict or load hook that removes itself runs once; the next one still runs."""
     log: list[str] = []
     module = parent_and_child(impl)
@@ -50,16 +34,14 @@ def test_state_hook_may_remove_itself_while_it_runs(
 
     handle = getattr(module, registrar)(once)
     getattr(module, registrar)(noting(log, "next"))
-    run(module)
-    run(module)
+    run(module, registrar)
+    run(module, registrar)
 
     assert log == ["once", "next", "next"]
 
 
-@STATE_HOOKS
-def test_state_hook_may_add_another_while_it_runs(
-    impl: Implementation, registrar: str, run
-) -> None:
+@for_each("registrar", STATE_HOOKS)
+def test_state_hook_may_add_another_while_it_runs(impl: Implementation, registrar: str) -> None:
     """A state-dict or load hook that is registered by another waits for the next time."""
     log: list[str] = []
     module = parent_and_child(impl)
@@ -70,43 +52,31 @@ def test_state_hook_may_add_another_while_it_runs(
             getattr(module, registrar)(noting(log, "added"))
 
     getattr(module, registrar)(adds)
-    run(module)
+    run(module, registrar)
 
     assert log == ["adds"]
 
-    run(module)
+    run(module, registrar)
 
     assert log == ["adds", "adds", "added"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "by_assignment"),
-    # Torch's own code runs the hooks of a buffer, and those of a module that is assigned.
-    [("parameter", False), ("parameter", True), ("module", False)],
-)
+@CHECKED_WAYS
 def test_registration_hook_may_remove_itself_while_it_runs(
     impl: Implementation, kind: str, by_assignment: bool
 ) -> None:
     """A registration hook that removes itself is asked once; the next one is asked always."""
     log: list[str] = []
-    register_hook = getattr(impl, f"register_module_{kind}_registration_hook")
 
     def once(*_: object) -> None:
         log.append("once")
         handle.remove()
 
-    handle = register_hook(once)
-    register_hook(noting(log, "next"))
+    handle = register_hook(impl, kind, once)
+    register_hook(impl, kind, noting(log, "next"))
     module = impl.Module()
     for name in ("a", "b"):
-        member = {
-            "parameter": impl.own.Parameter(torch.ones(1)),
-            "module": impl.Module(),
-        }[kind]
-        if by_assignment:
-            setattr(module, name, member)
-        else:
-            getattr(module, f"register_{kind}")(name, member)
+        register(module, kind, name, KINDS[kind][0](), by_assignment=by_assignment)
 
     assert log == ["once", "next", "next"]
     assert set(module.__dir__()) >= {"a", "b"}

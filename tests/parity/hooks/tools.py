@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from tests.helpers import Implementation
-
 
 MODULE_REGISTRARS = (
     "register_forward_pre_hook",
@@ -54,6 +52,15 @@ def noting(log: list[Any], note: object) -> Callable[..., None]:
 
     def hook(*_arguments: object) -> None:
         log.append(note)
+
+    return hook
+
+
+def recording(calls: list[Any]) -> Callable[..., None]:
+    """Make a hook of any signature that appends all its arguments."""
+
+    def hook(*arguments: object) -> None:
+        calls.append(arguments)
 
     return hook
 
@@ -105,8 +112,3 @@ def node_name(tensor: torch.Tensor) -> str | None:
 
 
 WRAPPED = "BackwardHookFunctionBackward"
-
-
-def forward_registrar(impl: Implementation, module: Any, scope: str) -> Callable[..., Any]:
-    """Return what registers a forward hook, on the module or for all of them."""
-    return module.register_forward_hook if scope == "module" else impl.register_module_forward_hook
