@@ -89,7 +89,7 @@ for epoch in range(4):
 """
 
 
-@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("same", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_comparison_of_public_scripts_finds_what_differs(tmp_path: Path, same: bool) -> None:
     """A script that computes something else on modkit differs in losses and weights."""
     checkout = tmp_path / "checkout"

@@ -232,6 +232,7 @@ def test_last():
 """
 
 
+@pytest.mark.slow
 def test_a_crash(project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
     (project / "tests/test_network.py").write_text(CRASHES)
