@@ -142,6 +142,21 @@ def test_a_lazy_model(precision: Any) -> None:
     assert all(value.eq(2.0).all() for value in weights(average).values())
 
 
+def test_a_count_made_in_inference_mode_seeds_each_step() -> None:
+    """It has no version; the rounding is that of an ordinary count."""
+    model = layers(torch.bfloat16)
+    first, other = (half_average(model, precision="stochastic") for _ in range(2))
+    with torch.inference_mode():
+        other.n_averaged = torch.tensor(0)
+    for value in 1.0, 1.0078125, 1.0:
+        set_weight(model, value)
+        first.update_parameters(model)
+        with torch.inference_mode():
+            other.update_parameters(model)
+
+    assert all(torch.equal(weights(first)[name], value) for name, value in weights(other).items())
+
+
 @for_each("precision", ["stochastic", "compensated"])
 @for_each("size", [1, 3])
 def test_a_replaced_layer(precision: Any, size: int) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import modkit
-from modkit.averaging.precision import kept_dtype
+from modkit.averaging.precision import CHUNK, kept_dtype, parts
 from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
@@ -131,6 +131,21 @@ def test_in_what_an_average_is_kept(dtype, kept: list[str]) -> None:
     found = [str(kept_dtype(dtype, precision)) for precision in PRECISIONS]
 
     assert found == [f"torch.{name}" for name in kept]
+
+
+def test_the_memory_of_temporaries_is_bounded() -> None:
+    """Small tensors are batched up to the limit, and a large one is cut."""
+    tensors = [torch.empty(size, device="meta") for size in (*[CHUNK // 2] * 3, 2 * CHUNK + 1)]
+    sizes = [sum(map(torch.numel, batch)) for (batch,) in parts(tensors)]
+
+    assert sorted(sizes) == [1, CHUNK // 2, CHUNK, CHUNK, CHUNK]
+
+
+def test_random_numbers_for_xla_are_from_the_host() -> None:
+    """XLA has no generators."""
+    (average,) = modkit.EMA(model_of([1.0]), precision="stochastic")._engine.averages
+
+    assert average.generator(torch.device("xla")).device.type == "cpu"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

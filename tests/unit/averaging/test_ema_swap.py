@@ -147,6 +147,30 @@ def test_copy_and_restore() -> None:
     assert same_state(net, before)
 
 
+def test_restoring_into_a_model_that_has_lost_a_tensor() -> None:
+    """The error names it."""
+    net = network()
+    ema = half(net)
+    ema.store()
+    del net[3]
+    message = (
+        "EMA: the state does not fit the model: 1 unexpected: 3.weight. Nothing has been changed."
+    )
+    with pytest.raises(NameMismatchError, match=rf"^{re.escape(message)}$"):
+        ema.restore()
+
+
+def test_a_copied_buffer_of_another_shape_has_its_own_memory() -> None:
+    """A write into the model does not reach the copy that belongs to the average."""
+    model = Cached()
+    ema = half(model)
+    model.position = torch.ones(3, dtype=torch.int64)
+    ema.copy_to()
+    model.position.add_(1)
+
+    assert averaged(ema, "position") == 0
+
+
 def test_restoring_drops_what_was_stored() -> None:
     """The stored weights come back once, and cannot overwrite later ones."""
     ema = half(network())
@@ -583,6 +607,13 @@ def test_an_integer_buffer_that_evaluation_changes_can_be_ignored() -> None:
 
     assert model.position == 1
     assert "position" not in dict(ignored.named_averages())
+
+
+def test_a_glob_for_integers_may_say_average() -> None:
+    """They have no average, so they are copied."""
+    ema = half(Cached(), buffers={"*": "average"})
+
+    assert dict(ema.named_averages())["position"].dtype == torch.int64
 
 
 def unusual(kind: str) -> torch.Tensor:

@@ -87,14 +87,21 @@ CONSTANT = [
 STATES = {"timm": {"module.weight": torch.ones(2)}, "weights": {"weight": torch.ones(2)}}
 
 
-@for_each("state", list(STATES.values()), ids=list(STATES))
+@for_each(
+    ("state", "holds"),
+    [
+        (STATES["timm"], "the state of timm holds"),
+        (STATES["weights"], "plain weights hold"),
+    ],
+)
 @for_each("options", CHANGING)
-def test_a_state_without_a_counter_warns(state, options):
+def test_a_state_without_a_counter_warns(state, holds, options):
     """Where the count matters, the warning says what to pass, and the count is passed without one."""
     model = model_of(torch.zeros(2))
     ema, counted = (modkit.EMA(model, **options) for _ in range(2))
 
-    with pytest.warns(UserWarning, match=r"no counter.*load_state_dict\(state, step=") as warned:
+    message = rf"EMA: {holds} no counter.*load_state_dict\(state, step="
+    with pytest.warns(UserWarning, match=message) as warned:
         ema.load_state_dict(state)
     counted.load_state_dict(state, step=1000)
 

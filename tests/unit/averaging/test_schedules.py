@@ -205,6 +205,11 @@ def test_functions():
         Custom(lambda n: 2.0)(3)
 
 
+def test_functions_are_not_in_configs():
+    """The config of a function has its kind only."""
+    assert Custom(random.random).to_config() == {"name": "Custom"}
+
+
 @for_each("inner", EXAMPLES, ids=repr)
 def test_decay_per_update(inner):
     """PerUpdate uses the decay of the step at every interval, and survives its config."""
