@@ -234,6 +234,91 @@ def test_tensors_without_elements():
     ]
 
 
+_fits = {"fc.weight": (4, 3)}
+_parts = {f"attn.{part}.weight": (4, 3) for part in "qkv"}
+_joined = {"attn.qkv.weight": (12, 3)}
+
+
+@for_each(
+    ("model", "file", "line"),
+    [
+        (
+            _joined,
+            _parts,
+            (
+                "3 tensors of the checkpoint are joined in the model: 'attn.qkv.weight' has the size of "
+                "'q.weight', 'k.weight', 'v.weight' in 'attn'"
+            ),
+        ),
+        (
+            _parts,
+            _joined,
+            (
+                "3 tensors of the model are joined in the checkpoint: 'attn.qkv.weight' has the size of "
+                "'q.weight', 'k.weight', 'v.weight' in 'attn'"
+            ),
+        ),
+        (
+            {"q.lora_A.first.weight": (2, 3), "q.lora_B.second.weight": (3, 2)},
+            {"q.lora_A.weight": (2, 3), "q.lora_B.weight": (3, 2)},
+            (
+                "2 names of the checkpoint lack the name of the adapter, 'first' or 'second': load it "
+                "with peft.set_peft_model_state_dict()"
+            ),
+        ),
+        (
+            {"a.weight": (4, 3), "b.weight": (2, 4)},
+            {"aweight": (4, 3), "bweight": (2, 4)},
+            (
+                "2 names of the checkpoint are those of the model without dots: averages (EMA) that "
+                "another library saved?"
+            ),
+        ),
+        (
+            {"a.weight": (5, 2)},
+            {"left.a.weight": (5, 2), "right.a.weight": (5, 2)},
+            (
+                "1 of 3 names of the checkpoint have the extra prefix 'left.' or 'right.'; which one, "
+                "shapes do not tell"
+            ),
+        ),
+        ({}, {"x" * 80: (1,)}, f"only the checkpoint has 1 other tensor, in '{'x' * 80}'"),
+        ({}, {"x" * 81: (1,)}, f"only the checkpoint has 1 other tensor, in '{'x' * 40}...'"),
+    ],
+)
+def test_whole_lines(model, file, line):
+    """The first line says what is on which side."""
+    lines = _mismatches.compare(_fits | model, _fits | file)
+
+    assert lines[0] == line
+
+
+def test_at_most_eight_lines():
+    """Each cause has a line; where there are more than eight, the last line counts the others."""
+    families = {
+        "q.lora_A": "an adapter such as LoRA",
+        "q.SCB": "quantized weights",
+        "n_averaged": "the counter of an AveragedModel",
+        "bn.running_var": "statistics of BatchNorm; the other side has another norm such as "
+        "GroupNorm, none, or track_running_stats=False",
+        "q.weight_g": "weight_norm",
+        "q.weight_u": "spectral_norm or pruning",
+        "parametrizations.q": "a parametrization such as weight_norm",
+        "q._extra_state": "extra state, for instance of TransformerEngine",
+        "inv_freq": "constants that some versions of a library save",
+    }
+    nine = dict.fromkeys(families, (2,))
+    eight = dict.fromkeys([*families][:8], (2,))
+
+    for side, model, file in (("checkpoint", {}, eight), ("model", eight, {})):
+        assert _mismatches.compare(_fits | model, _fits | file) == [
+            f"only the {side} has 1 tensor such as '{name}': {families[name]}" for name in eight
+        ]
+    *lines, last = _mismatches.compare(_fits, _fits | nine)
+    assert len(lines) == 7
+    assert last == "and 2 more differences"
+
+
 def test_dimensions_of_size_one():
     """A convolution in the place of a linear layer has one more dimension or two."""
     lines = _mismatches.compare({"fc.weight": (4, 8, 1, 1)}, {"fc.weight": (4, 8)})
@@ -273,9 +358,16 @@ def test_a_state_dict_below_several_keys():
 
 def test_another_dict_of_tensors_is_doubted():
     """One that has neither a name nor a shape of the model need not be its state dict."""
-    line, *_ = _mismatches.explain(vit(), {"epoch": 1, "random": {"cuda": torch.ones(816)}})
+    random_state = {"epoch": 1, "random": {"cuda": torch.ones(816), "cpu": torch.ones(817)}}
+    line, *_ = _mismatches.explain(vit(), random_state)
+    same_shape, *_ = _mismatches.explain(
+        {"weight": (4, 3)}, {**random_state, "net": {"kernel": torch.ones(4, 3)}}
+    )
 
     assert line == "the state dict may be below a key of this checkpoint: load checkpoint['random']"
+    assert same_shape == (
+        "the state dict is below a key of this checkpoint: load checkpoint['net']"
+    )
 
 
 def test_names_that_fit_are_no_example_of_another_model():

@@ -125,6 +125,22 @@ def test_a_refusal_leaves_the_target(tmp_path, old, model):
     assert content(tmp_path) == before
 
 
+def test_a_default_is_merged_with_a_tensor_of_the_file(tmp_path):
+    """One is in memory, and the other is read when the target is written."""
+
+    @mig.declare({2: [mig.add("b", torch.ones(1)), mig.merge(["a", "b"], "c")]})
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Parameter(torch.zeros(2))
+
+    torch.save({"a": torch.zeros(1)}, tmp_path / "old.pt")
+
+    mig.migrate_file(Net(), tmp_path / "old.pt", tmp_path / "new.safetensors")
+
+    assert load_file(tmp_path / "new.safetensors")["c"].tolist() == [0.0, 1.0]
+
+
 def test_a_source_that_is_replaced(tmp_path, monkeypatch):
     """A file that another one replaces while it is read is refused: it would be half of each."""
 

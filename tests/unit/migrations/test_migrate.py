@@ -111,7 +111,16 @@ def test_plan_reads_no_tensor():
     assert len(lines) == 12
 
 
-@for_each("convert", [torch.t, lambda w: w.t(), lambda module, w: w.t(), lambda *w: w[0].t()])
+@for_each(
+    "convert",
+    [
+        torch.t,
+        lambda w: w.t(),
+        lambda module, w: w.t(),
+        lambda *w: w[0].t(),
+        lambda module, *w: w[0].t(),
+    ],
+)
 def test_functions_of_convert(convert):
     """A function takes the tensors, or the module first; its results have memory of their own."""
     value = torch.arange(6.0).reshape(2, 3)
@@ -274,7 +283,8 @@ def test_a_child_called_module_is_kept():
 
     old = {f"module.{name}": value for name, value in old_attention(nn)().state_dict().items()}
 
-    assert list(mig.migrate(Outer(), old)) == list(Outer().state_dict())
+    for model in (Outer(), torch.compile(Outer(), backend="eager")):
+        assert list(mig.migrate(model, old)) == list(Outer().state_dict())
 
 
 def test_averages_take_the_versions_of_the_state_dict():
@@ -359,7 +369,7 @@ def test_an_optional_argument_is_not_the_module():
 
 def test_names_are_exchanged_at_once():
     """All applications of a renaming happen at once, so that two may exchange their names."""
-    table = {2: [mig.convert(["a", "b"], lambda a, b: (b, a), lambda a, b: (b, a))]}
+    table = {2: [mig.convert(["a", "b"], lambda a, b, *_: (b, a), lambda a, b: (b, a))]}
     model = declared(table, a=torch.zeros(1), b=torch.zeros(1))
 
     new = mig.migrate(model, saved(1, a=torch.ones(1), b=torch.zeros(1)))
