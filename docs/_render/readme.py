@@ -19,7 +19,8 @@ resumed bitwise; in your loop, Lightning and transformers, under DDP and FSDP2.
 of {siblings_torch}, and at worst {worst} of torch's time.
 
 **Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`. Of {tests:,} tests of {suites} third-party libraries,
-[{differ} differ](docs/tested_with.md), each with a known cause."""
+[{differ} differ](docs/tested_with.md), each with a known cause. Two of the libraries, pyro and optimum-quanto, cannot have
+`torch.nn` replaced in their own code; code that uses them can."""
 GAIN = """\
 On digits, at a constant learning rate, the final test loss of three runs is {digits_raw} for the training weights, and
 {digits} for their average with a decay of 0.99. An average needs a

@@ -52,7 +52,8 @@ modkit user. The outcome of each test is compared: passed, failed or skipped, an
 that differs is repeated three times on each side.
 
 Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
-and where the library cannot be rewritten, as [Test evidence](test_evidence.md#left-out-of-third-party-suites) says. The
+and where the library itself cannot run on modkit: optimum-quanto asks whether `nn.Module` is among the bases of torch's
+layers, and pyro has a metaclass of its own ([Test evidence](test_evidence.md#left-out-of-third-party-suites)). The
 tests of tensordict are those of its release 0.14.0:
 
 {suites}

@@ -167,14 +167,15 @@ def become(mutant: Mutant) -> None:
     for function in gc.get_objects():
         if type(function) is FunctionType and function.__code__ in mutant.functions:
             function.__code__ = mutant.functions[function.__code__]
-    clear_caches()
+    for cached in caches():
+        cached.cache_clear()
 
 
-def clear_caches() -> None:
-    """Forget what cached functions of modkit have returned, in this test or before the mutant."""
-    for value in gc.get_objects():
-        if type(value) is type(functools.cache(len)) and value.__module__.startswith("modkit."):
-            value.cache_clear()
+def caches() -> list[Any]:
+    """Return the cached functions of modkit: what they returned before is not what a mutant returns."""
+    kind = type(functools.cache(len))
+    objects = [value for value in gc.get_objects() if type(value) is kind]
+    return [value for value in objects if value.__module__.startswith("modkit.")]
 
 
 def tests_of(mutant: Mutant, recorded: CoverageData) -> set[str]:
@@ -216,8 +217,10 @@ class Runner:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run all of it, in place of pytest's own loop."""
         session.config.pluginmanager.unregister(name="terminalreporter")
+        cached_functions = caches()
         for item, following in zip(session.items, [*session.items[1:], None], strict=True):
-            clear_caches()
+            for cached in cached_functions:
+                cached.cache_clear()
             self.coverage.switch_context(item.nodeid)
             started = time.monotonic()
             run_test(item, following)
