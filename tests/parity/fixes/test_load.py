@@ -1,7 +1,13 @@
+from typing import Any
+
 import pytest
 import torch
 
 from tests.helpers import Implementation
+
+
+class Subclass(torch.Tensor):
+    pass
 
 
 def network(impl):
@@ -169,14 +175,16 @@ def test_assign_keeps_tied_parameters_tied_on_the_meta_device(impl: Implementati
     assert not model[0].weight.is_meta
 
 
-def test_assign_does_not_tie_what_was_not_tied(impl: Implementation) -> None:
+@pytest.mark.parametrize("make", [torch.Tensor, Subclass], ids=["plain", "subclass"])
+def test_assign_does_not_tie_what_was_not_tied(impl: Implementation, make: Any) -> None:
     """Two parameters that a state dict happens to fill from one tensor stay two parameters."""
-    model = impl.own.Sequential(impl.own.Linear(2, 2), impl.own.Linear(2, 2))
-    weight = torch.zeros(2, 2)
-    state = {**model.state_dict(), "0.weight": weight, "1.weight": weight}
-    model.load_state_dict(state, assign=True)
+    model = impl.own.Sequential(*(impl.own.Linear(2, 2, bias=False) for _ in range(4)))
+    model[1].weight = model[0].weight
+    model[3].weight = model[2].weight
+    weight = torch.zeros(2, 2).as_subclass(make)
+    model.load_state_dict(dict.fromkeys(model.state_dict(), weight), assign=True)
 
-    assert model[0].weight is not model[1].weight
+    assert model[0].weight is not model[2].weight
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -269,6 +269,9 @@ def test_what_a_registration_hook_returns_is_checked(
     with pytest.raises(TypeError, match=r"'x' of Leaf .*registration hook returned") as caught:
         register(module, kind, "x", KINDS[kind][0](), by_assignment=by_assignment)
 
+    assert str(caught.value).startswith(
+        f"cannot assign '{torch.typename(result)}' object to {kind} "
+    )
     assert repr(result)[:6] in str(caught.value)
     assert contents(module) == before
 

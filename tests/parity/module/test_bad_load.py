@@ -145,6 +145,10 @@ def test_a_refused_load_names_what_cannot_be_copied(
     assert kind == "raised" if missing else kind in {"raised", "returned"}
 
 
+class Subclass(torch.Tensor):
+    pass
+
+
 def test_a_refused_load_names_targets_that_cannot_be_written() -> None:
     """The error names tensors of the model that cannot be written, as in torch."""
 
@@ -154,13 +158,14 @@ def test_a_refused_load_names_targets_that_cannot_be_written() -> None:
             module.a = torch.nn.Parameter(torch.zeros(2))
         module.b = torch.nn.Parameter(torch.zeros(1).expand(2))
         module.c = torch.nn.Parameter(torch.zeros(2))
-        return module.load_state_dict({"a": torch.ones(2), "b": torch.ones(2)})
+        module.d = torch.nn.Parameter(torch.zeros(1).as_subclass(Subclass).expand(2))
+        return module.load_state_dict(dict.fromkeys("abd", torch.ones(2)))
 
     kind, _, text = same(scenario)
 
     assert kind == "raised"
     assert 'Missing key(s) in state_dict: "c"' in text
-    assert text.count("While copying the parameter named") == 2
+    assert text.count("While copying the parameter named") == 3
 
 
 def test_a_refused_load_warns_of_copies_to_the_meta_device(impl: Implementation) -> None:

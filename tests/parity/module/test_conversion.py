@@ -119,6 +119,16 @@ def test_a_conversion_is_no_part_of_the_graph():
     assert same(scenario)[0] == "returned"
 
 
+def test_a_gradient_alone_is_converted(impl: Implementation) -> None:
+    """A gradient is cast although its parameter has the dtype already."""
+    module = leaf(impl)
+    module.weight.grad = torch.ones_like(module.weight)
+    module.weight.grad.data = module.weight.grad.data.double()
+    module.float()
+
+    assert module.weight.grad.dtype is torch.float32
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_that_have_a_history():
     """Converting a parameter whose gradient is part of a graph ends as in torch."""

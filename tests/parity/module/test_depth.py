@@ -30,6 +30,12 @@ def checkpoint(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {bottom(module) + ".weight": torch.ones(1)}
 
 
+def save_with_extra_state(module: torch.nn.Module) -> None:
+    """Save a chain whose class has extra state, so that it is not written as plain tensors."""
+    type(module).get_extra_state = lambda self: 0
+    module.state_dict()
+
+
 OPERATIONS = {
     "parameters": lambda m: list(m.parameters()),
     "named_parameters": lambda m: list(m.named_parameters()),
@@ -40,6 +46,7 @@ OPERATIONS = {
     "float": lambda m: m.float(),
     "to": lambda m: m.to("cpu", torch.float64),
     "state_dict": lambda m: m.state_dict(),
+    "extra_state": save_with_extra_state,
     "load_state_dict": lambda m: m.load_state_dict(checkpoint(m)),
     "load_assign": lambda m: m.load_state_dict(checkpoint(m), assign=True),
 }

@@ -250,6 +250,21 @@ def test_assign_goes_through_setattr(impl: Implementation) -> None:
     assert log == [("w", "Parameter"), ("b", "Tensor")]
 
 
+@pytest.mark.parametrize(("kind", "name"), [("parameter", "w"), ("buffer", "b")])
+def test_assign_goes_through_methods_of_the_instance(
+    impl: Implementation, kind: str, name: str
+) -> None:
+    """An instance's own ``register_parameter`` or ``register_buffer`` gets what is assigned."""
+    registered = []
+    module = impl.Module()
+    module.w = torch.nn.Parameter(torch.ones(1))
+    module.register_buffer("b", torch.ones(1))
+    setattr(module, f"register_{kind}", lambda name, *_: registered.append(name))
+    module.load_state_dict({"w": torch.zeros(1), "b": torch.zeros(1)}, assign=True)
+
+    assert registered == [name]
+
+
 # --- meta and lazy --------------------------------------------------------------------------------
 
 
