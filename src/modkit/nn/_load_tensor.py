@@ -104,7 +104,8 @@ def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
     """
     dtype = value.dtype
     if assign:
-        return target.requires_grad and not (dtype.is_floating_point or dtype.is_complex)
+        has_gradients = dtype.is_floating_point or dtype.is_complex
+        return target.requires_grad and (not has_gradients or value.is_inference())
     return (
         dtype not in _PLAIN_DTYPES
         or value.layout is not torch.strided
