@@ -50,6 +50,9 @@ def test_methods_of_every_annotation_run(impl):
     assert module.ignored.__self__ is module
     assert module.unused(x) == [x, "text"]
     assert module.helper(x) == 2
+    if impl is MODKIT:  # copies of torch lack it
+        copied = copy.copy(module)
+        assert copied.ignored.__self__ is copied
 
 
 @for_each("outer, inner", [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
@@ -279,10 +282,13 @@ def test_several_methods_can_be_traced(impl):
 
 
 def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
-    """Methods of a class find functions that are local to the caller of `script`."""
+    """Methods of a class find functions local to the caller of `script`; others may be given."""
 
     def doubled(x: int) -> int:
         return 2 * x
+
+    def negated(x: int) -> int:
+        return -x
 
     class Number:
         def __init__(self, x: int) -> None:
@@ -294,9 +300,13 @@ def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
     def use(x: int) -> int:
         return Number(x).twice()
 
+    def number() -> int:
+        return doubled(4)
+
     impl.jit.script(Number)
 
     assert impl.jit.script(use)(3) == 6
+    assert impl.jit.script(number, _rcb={"doubled": negated}.get)() == -4
 
 
 @pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
@@ -315,6 +325,7 @@ def test_freezing_keeps_what_is_asked_for(impl):
     assert module.ratio == 0.25
     assert list(frozen.parameters()) == []
     assert len(list(module.parameters())) == 5
+    assert impl.jit.optimize_for_inference(frozen) is frozen
     with pytest.raises(RuntimeError, match="eval mode"):
         impl.jit.freeze(module.train())
     with pytest.raises(RuntimeError, match="expects a ScriptModule"):

@@ -89,14 +89,14 @@ def test_a_deep_copy_can_be_trained(impl, kind):
     """The parameters of a copy are leaves, Parameters, with gradients of their own."""
     module = build(impl, kind)
     module(inputs()).square().sum().backward()
-    copied = copy.deepcopy(module)
+    copied, gradient = copy.deepcopy([module, module.gain.grad])
     before = copied.gain.grad.clone()
     optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
     optimizer.step()
 
     assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in copied.parameters())
     assert torch.equal(before, module.gain.grad)
-    assert copied.gain.grad is not module.gain.grad
+    assert copied.gain.grad is gradient is not module.gain.grad
     assert not torch.equal(copied.gain, module.gain)
 
 
@@ -145,9 +145,10 @@ def test_buffers_that_are_not_persistent_stay_out_of_the_state(impl, load):
     module = impl.jit.script(net)
     if load:
         module = reloaded(impl, module)
+    traced = impl.jit.trace_module(net, {"forward": inputs()})
     found = module.load_state_dict(net.state_dict())
 
-    assert list(module.state_dict()) == list(net.state_dict())
+    assert list(module.state_dict()) == list(traced.state_dict()) == list(net.state_dict())
     assert found.missing_keys == []
     assert [name for name, _ in module.named_buffers()] == [n for n, _ in net.named_buffers()]
 
@@ -318,3 +319,41 @@ def test_new_members_are_refused_by_name(kind, add, message):
     with pytest.raises(RuntimeError, match=message):
         add(module)
     assert not hasattr(module, "more")
+
+
+@for_each("kind", ["parameter", "buffer", "child"])
+def test_the_error_of_a_deletion_names_the_member(kind):
+    """Torch's error is followed by the name and the kind of what was to be deleted."""
+    name, texts = {"parameter": "gain", "buffer": "shift", "child": "lin"}[kind], []
+    for impl in (TORCH, MODKIT):
+        with pytest.raises(RuntimeError) as caught:
+            delattr(build(impl, "scripted"), name)
+        texts.append(str(caught.value))
+
+    assert texts[1] == f"{texts[0]}: '{name}' is a {kind} of its compiled type"
+
+
+def doubled(x):
+    """Return twice a tensor."""
+    return x * 2
+
+
+@for_each("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_defines_methods_that_call_functions_of_the_module(copied):
+    """A function that is an attribute is known to the compiler alone; a copy has it, too."""
+
+    class Net(MODKIT.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = doubled
+
+        def forward(self, x):
+            return self.act(x)
+
+    module = copied(MODKIT.jit.script(Net()))
+    name = copied.__name__
+    module.define(
+        f"def twice_{name}(self, x: Tensor) -> Tensor:\n    return self.act(self.act(x))\n"
+    )
+
+    assert getattr(module, f"twice_{name}")(torch.ones(1)).item() == 4

@@ -220,6 +220,24 @@ def test_pickling_is_refused_as_in_torch(name):
             assert any("modkit.jit.save()" in note for note in caught.value.__notes__)
 
 
+def test_an_object_with_methods_of_its_own_saves_itself(impl):
+    """Its ``save`` gets a path, ``save_to_buffer`` makes what an open file gets; both get files."""
+    calls, buffer, files = [], io.BytesIO(), {"a": "text"}
+
+    class Own:
+        def save(self, f, _extra_files):
+            calls.append((f, _extra_files))
+
+        def save_to_buffer(self, _extra_files):
+            return repr(_extra_files).encode()
+
+    impl.jit.save(Own(), "net.pt", files)
+    impl.jit.save(Own(), buffer, files)
+
+    assert calls == [("net.pt", files)]
+    assert buffer.getvalue() == repr(files).encode()
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     """Saving below a folder that does not exist raises, and makes none."""
     module = build(MODKIT, "scripted")

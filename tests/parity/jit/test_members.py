@@ -280,14 +280,74 @@ def test_containers_with_special_methods_of_their_own(base):
             def forward(self, x):
                 return x
 
+            if base != "ModuleDict":
+
+                @impl.jit.export
+                def __contains__(self, key: str) -> bool:
+                    return key == "b"
+
         children = {"a": impl.nn.ReLU()} if base == "ModuleDict" else [impl.nn.ReLU()]
         container = Sized(*children) if base == "Sequential" else Sized(children)
         module = impl.jit.script(container)
         first = next(iter(module))
         child = module[first] if base == "ModuleDict" else first
-        return len(module), bool(module), len(list(module)), child(torch.tensor(-1.0)).item()
+        found = [key for key in ("a", "b") if key in module]
+        return len(module), bool(module), len(list(module)), found, child(torch.tensor(-1.0)).item()
 
-    assert described(MODKIT) == described(TORCH) == (7, True, 1, 0.0)
+    found = ["a" if base == "ModuleDict" else "b"]
+    assert described(MODKIT) == described(TORCH) == (7, True, 1, found, 0.0)
+
+
+def test_special_methods_of_a_module_are_the_compiled_ones():
+    """They run after loading too, and decide if a module is true, where torch raises."""
+
+    def scripted(impl):
+        class Bag(impl.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.part = impl.nn.ReLU()
+
+            def forward(self, x):
+                return x
+
+            @impl.jit.export
+            def __len__(self) -> int:
+                return 1  # as many as it has children, like a container
+
+            @impl.jit.export
+            def __getitem__(self, index: int) -> int:
+                return index * 2
+
+            @impl.jit.export
+            def __contains__(self, key: int) -> bool:
+                return key == 3
+
+            @impl.jit.export
+            def __bool__(self) -> bool:
+                return self.training
+
+        return impl.jit.script(Bag())
+
+    ours = scripted(MODKIT)
+    modules = scripted(TORCH), ours, reloaded(MODKIT, ours)
+
+    assert [(len(m), m[3], 3 in m, 4 in m) for m in modules] == [(1, 6, True, False)] * 3
+    assert [(bool(m.train()), bool(m.eval())) for m in modules[1:]] == [(True, False)] * 2
+
+
+def test_a_compiled_iter_is_called(impl):
+    """TorchScript has no iterators, so Python refuses the list that it returns."""
+
+    class Listed(impl.nn.Module):
+        def forward(self, x):
+            return x
+
+        @impl.jit.export
+        def __iter__(self) -> list[int]:
+            return [5]
+
+    with pytest.raises(TypeError, match="non-iterator of type 'list'"):
+        iter(impl.jit.script(Listed()))
 
 
 @for_each("name", ["Sequential", "ModuleList", "ModuleDict", "module"])
