@@ -156,7 +156,7 @@ def test_compressed_code_of_another_size(error):
     ],
 )
 def test_compressed_code_that_is_corrupt(packed, problem):
-    """What is not a stream, and bytes behind one, are refused."""
+    """Content that is not a stream, and bytes behind one, are refused."""
     data = checkpoint()
     member = Member(folder_of(data) + b"x.py", b"#" * 500, 8, packed)
     archive = Archive(build([*unpacked(data), member]), "x")
