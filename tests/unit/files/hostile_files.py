@@ -107,6 +107,7 @@ REFUSED_ZIPS: dict[str, Callable[[bytes], bytes]] = {
     "half of the long sizes": lambda d: sized(d, extra=long_sizes(5)),
     "long sizes that end early": lambda d: sized(d, extra=b"\x01\0\x10\0abc"),
     "long sizes of 2**63": lambda d: sized(d, extra=long_sizes(1 << 63, 1 << 63)),
+    "no signature in the table": lambda d: changed(d, central={"signature": b"PK\x03\x04"}),
     "extra field too long": lambda d: changed(d, central={"extra": 60000}),
     "comment too long": lambda d: changed(d, central={"comment": 60000}),
     "two members in one place": lambda d: changed(d, 1, central={"offset": 0}),

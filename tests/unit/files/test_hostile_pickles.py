@@ -278,7 +278,7 @@ def test_nothing_of_scripts_is_executed(tmp_path):
 CRASH = """
 import sys, torch, modkit
 from torch._subclasses.fake_tensor import FakeTensorMode
-for how in ("meta", "fake"):
+for how in ("meta", torch.device("meta:0"), "fake"):
     try:
         if how == "fake":
             with FakeTensorMode():

@@ -1,6 +1,7 @@
 import pytest
 
 from modkit.errors import FileError
+from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import quiet
 from tests.unit.files.hostile import (
@@ -36,6 +37,33 @@ def test_refused(case, reader, tmp_path):
     path.write_bytes(REFUSED_ZIPS[case](seed_of(reader)))
 
     refusal(reader, path)
+
+
+NOT_OF_TORCH = "its end record is not one that torch writes"
+UNREADABLE = "its table of members cannot be read"
+ELSEWHERE = "its end record for large files is not where it should be"
+REASONS = {
+    "no end": "the end of a zip file is missing; copy or download it again",
+    "length of a comment": NOT_OF_TORCH,
+    "disk in the end": NOT_OF_TORCH,
+    "fewer here": NOT_OF_TORCH,
+    "two disks": NOT_OF_TORCH,
+    "locator elsewhere": ELSEWHERE,
+    "long end of other size": "its end record for large files has another size than stated",
+    "other offset": "its end records do not agree about offset_of_central_directory",
+    "no signature in the table": UNREADABLE,
+    "extra field too long": UNREADABLE,
+    "same name twice": "two members have the same name",
+}
+
+
+@for_each("case", REASONS)
+def test_reasons(case):
+    """The error has one reason, which names what is wrong."""
+    with pytest.raises(FileError) as caught:
+        Archive(REFUSED_ZIPS[case](checkpoint()), "x")
+
+    assert str(caught.value) == f"x is corrupt: {REASONS[case]}"
 
 
 @each_reader

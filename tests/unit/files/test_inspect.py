@@ -22,6 +22,7 @@ from modkit.errors import FileError
 from modkit.files import FileInfo, TensorInfo, inspect
 from modkit.files.kinds import kind_of
 from tests.cases import for_each
+from tests.unit.files.checkpoint_zoo import file_of, quiet
 
 
 class Evil:
@@ -158,10 +159,13 @@ def test_other_entries_are_short(tmp_path: Path) -> None:
 
 
 def test_tensors_without_plain_memory(tmp_path: Path) -> None:
-    """Sparse tensors are listed with their shape."""
+    """Sparse tensors are listed with their shape, nested tensors without one."""
     torch.save({"sparse": torch.eye(3).to_sparse()}, tmp_path / "x.pt")
 
     assert inspect(tmp_path / "x.pt").tensors == (TensorInfo("sparse", (3, 3), "float32", 0),)
+    (tmp_path / "x.pt").write_bytes(file_of("nested"))
+    with quiet():
+        assert inspect(tmp_path / "x.pt").tensors == (TensorInfo("nested", (), "float32", 0),)
 
 
 @pytest.mark.parametrize("nested", ["lists", "itself"])
@@ -177,6 +181,8 @@ def test_a_hostile_structure_ends(tmp_path: Path, nested: str) -> None:
     info = inspect(tmp_path / "x.pt")
 
     assert 0 < len(info.tensors) < 2_000_000
+    # A group that is cut has the names before the cut.
+    assert info.groups[""][0] == next(iter(content))
     assert info.note == (
         "the listing is cut: the file has too many entries" if nested == "lists" else ""
     )

@@ -12,6 +12,7 @@ from modkit.errors import FileError
 from modkit.files import checkpoints, storages, zip_archive
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
+from tests.unit.files import hostile
 from tests.unit.files.checkpoint_zoo import file_of, file_written
 from tests.unit.files.raw_zip import build, unpacked
 from tests.unit.files.same_objects import assert_same, outcome
@@ -283,6 +284,16 @@ def test_registered_places(path, registered):
 
     assert_same(modkit.load_checkpoint(path, location), torch.load(path, location))
     assert max(registered) == 800_000
+
+
+def test_averages_are_made_on_the_cpu(tmp_path, registered):
+    """Wherever tensors were saved from, they are read on the CPU."""
+    path = tmp_path / "file.pt"
+    storage = hostile.storage(location=hostile.text("elsewhere"))
+    path.write_bytes(hostile.with_object(hostile.tensor(storage)))
+
+    assert modkit.average_checkpoints([path])["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert registered == []
 
 
 def test_memory_of_devices_is_filled_in_pieces(path, monkeypatch):

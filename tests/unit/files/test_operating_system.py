@@ -40,6 +40,9 @@ def test_reads_at_a_place_end_with_the_file(descriptor):
     assert read_into_at(descriptor, memoryview(target), 64 * 999) == 64
     assert target == block(999) + bytes(64)
     assert read_into_at(descriptor, memoryview(target), 64 * 1000) == 0
+    if hasattr(os, "pread"):
+        # A process that was forked shares the position.
+        assert os.lseek(descriptor, 0, os.SEEK_CUR) == 0
 
 
 def test_threads_share_a_descriptor(descriptor):

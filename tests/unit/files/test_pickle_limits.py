@@ -12,7 +12,7 @@ from modkit.files.plain_unpickler import is_for_plain_unpickler
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.amplification import cost
-from tests.unit.files.hostile import ORDERED, called, named, tensor, text
+from tests.unit.files.hostile import ORDERED, called, limits, named, tensor, text
 from tests.unit.files.raw_zip import saved
 
 
@@ -72,12 +72,13 @@ def test_the_last_place_of_the_memo():
         assert pickle_problem(b"\x80\x02Nr" + struct.pack("<I", place) + b".", {}) == problem
 
 
+@for_each("items", [b"h\1Ns" * 50, b"(" + b"h\1N" * 50 + b"u"], ids=["SETITEM", "SETITEMS"])
 @for_each(("size", "fails"), [(4000, False), (3999, True)])
-def test_the_work_of_hashing(size, fails):
+def test_the_work_of_hashing(items, size, fails):
     """Ten hashed objects for each byte, and 10,000, are accepted."""
     # A tuple of 999 numbers is 1,000 objects, and is hashed 50 times.
     wide = b"(" + b"N" * 999 + b"tq\1"
-    pickled = b"\x80\x02" + wide + b"}" + b"h\1Ns" * 50
+    pickled = b"\x80\x02" + wide + b"}" + items
     pickled += text("x" * (size - len(pickled) - 6)) + b"."
     assert len(pickled) == size
     assert 50 * 1000 == 10_000 + 10 * 4000
@@ -194,6 +195,12 @@ def test_runs_of_the_memo_are_followed():
     assert "do not fit together" in pickle_problem(b"\x80\x02](h\7h\7e.", {})
     assert "do not fit together" in pickle_problem(b"\x80\x02NNe.", {})
     assert pickle_problem(b"\x80\x02](" + text("x") + b"q\1" + b"h\1j\1\0\0\0NNe.", {}) == ""
+
+
+def test_runs_of_numbers_are_followed_at_once():
+    """A list of two million takes milliseconds, not a step for each."""
+    with limits(seconds=0.1):
+        assert pickle_problem(b"\x80\x02](" + b"N" * 2_000_000 + b"e.", {}) == ""
 
 
 @for_each(

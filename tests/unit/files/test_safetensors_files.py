@@ -2,8 +2,15 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from modkit.files.safetensors_files import Described, library, write_safetensors
+from modkit.errors import FileError
+from modkit.files.safetensors_files import (
+    Described,
+    SafetensorsFile,
+    library,
+    write_safetensors,
+)
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
@@ -25,3 +32,14 @@ def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path, name):
 
     assert header % 8 == 0
     assert content[8 + header :] == tensor.numpy().tobytes()
+
+
+def test_corrupt_versions(tmp_path):
+    """The error names the file, the entry and the kind."""
+    path = tmp_path / "file.safetensors"
+    save_file({"w": torch.ones(1)}, path, {"modkit.versions": "{"})
+    with pytest.raises(FileError) as caught:
+        SafetensorsFile(path)
+
+    assert str(caught.value) == f"{path} is corrupt: modkit.versions are not versions of modules"
+    assert caught.value.kind == "safetensors file"

@@ -104,6 +104,18 @@ def test_an_intact_archive(tmp_path):
     with verified_archive(path) as found:
         assert isinstance(found.source, str)
         assert torch.jit.load(found.source) is not None
+    with verified_archive(path, in_parts=True) as found:
+        assert found.parts.read("extra/labels.txt") == b"cat,dog"
+
+
+def test_a_flatbuffer(tmp_path):
+    """It has no checksums, and no list of extra files; torch gets its content."""
+    path = tmp_path / "net.ptl"
+    path.write_bytes(bytes(4) + b"PTMF" + bytes(40))
+
+    for source in (path, io.BytesIO(path.read_bytes())):
+        with verified_archive(source) as found:
+            assert found == (path.read_bytes(), None, None)
 
 
 def test_an_archive_with_a_seal_of_an_earlier_modkit():

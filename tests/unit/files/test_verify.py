@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from modkit.errors import FileError
 from modkit.files import verify
+from modkit.files.inspect import check_file
 from tests.cases import for_each
 from tests.unit.files.test_inspect import exported, legacy, scripted, sharded
 
@@ -90,6 +91,20 @@ def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
         path.write_bytes(corrupted)
         with pytest.raises(FileError, match="checksum"):
             verify(path)
+
+
+def test_progress(tmp_path: Path) -> None:
+    """The fraction grows to 1, of a file of one byte as well."""
+    small = tmp_path / "x.txt"
+    small.write_bytes(b"x")
+    for path, sha256 in (
+        (saved(tmp_path / "x.pt"), None),
+        (small, hashlib.sha256(b"x").hexdigest()),
+    ):
+        fractions: list[float] = []
+        check_file(path, sha256, any_kind=True, progress=fractions.append)
+        assert fractions == sorted(fractions)
+        assert fractions[-1] == 1.0
 
 
 def test_sharded_checkpoints(tmp_path: Path) -> None:
