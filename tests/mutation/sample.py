@@ -23,6 +23,7 @@ import select
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -102,12 +103,13 @@ def difference(before: str, after: str) -> str:
 def codes_of(code: CodeType, place: str = "") -> dict[str, CodeType]:
     """Return the code of each function in some code, by its place: names, and numbers of equal names."""
     codes: dict[str, CodeType] = {}
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for constant in inner:
-        number = sum(f"{place}.{constant.co_name}#{i}" in codes for i in range(len(inner)))
-        where = f"{place}.{constant.co_name}#{number}"
-        codes[where] = constant
-        codes |= codes_of(constant, where)
+    seen: Counter[str] = Counter()
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            where = f"{place}.{constant.co_name}#{seen[constant.co_name]}"
+            seen[constant.co_name] += 1
+            codes[where] = constant
+            codes |= codes_of(constant, where)
     return codes
 
 
