@@ -92,7 +92,10 @@ def _digest(tensor: torch.Tensor) -> str:
         return "empty"
     # From memory, since NumPy need not be there.
     content = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    return hashlib.sha256(memoryview(content)).hexdigest()[:16]
+    digest = hashlib.sha256(memoryview(content)).hexdigest()
+    # torch.compile frees a variable after its last use, so the elements need one more.
+    del flat
+    return digest[:16]
 
 
 def freeze_tensor(tensor: torch.Tensor) -> str:
