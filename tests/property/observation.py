@@ -152,7 +152,8 @@ class Glances:
     """A quick snapshot of a tree; the values of a tensor are read again if its version changed."""
 
     def __init__(self) -> None:
-        self._tensors: dict[int, tuple[torch.Tensor, Any, Any]] = {}
+        # With its storage, so that no later one gets the same address.
+        self._tensors: dict[int, tuple[torch.Tensor, Any, Any, Any]] = {}
 
     def of(self, root: torch.nn.Module) -> list[Any]:
         """Describe structure and values: names, identities, hooks and attributes by number."""
@@ -181,5 +182,6 @@ class Glances:
         key = tensor._version, tensor.data_ptr() if not tensor.is_meta else 0, tensor.dtype
         known = self._tensors.get(id(tensor))
         if known is None or known[0] is not tensor or known[1] != key:
-            known = self._tensors[id(tensor)] = (tensor, key, freeze(tensor))
+            storage = None if tensor.is_meta else tensor.untyped_storage()
+            known = self._tensors[id(tensor)] = (tensor, key, freeze(tensor), storage)
         return known[2], tensor.requires_grad, tensor.grad is None

@@ -66,7 +66,8 @@ def has_own_memory(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.requires_grad
         and not tensor.is_inference()
-        # ``deepcopy`` copies attributes of a tensor as well.
+        # ``deepcopy`` copies gradients and attributes of a tensor as well.
+        and tensor.grad is None
         and not vars(tensor)
         and tensor.untyped_storage().nbytes() == tensor.nbytes
     )

@@ -57,6 +57,11 @@ def _attribute_of_a_buffer(model: torch.nn.Module) -> None:
     model.tagged.tag = ["kept"]
 
 
+def _gradient_of_a_buffer(model: torch.nn.Module) -> None:
+    model.register_buffer("measured", torch.ones(2))
+    model.measured.grad = torch.ones(2)
+
+
 def _strides(model: torch.nn.Module) -> None:
     model.register_buffer("transposed", torch.randn(2, 3).t())
     model.register_buffer("part", torch.randn(6)[2:4])
@@ -66,10 +71,16 @@ def _strides(model: torch.nn.Module) -> None:
 
 @for_each(
     "change",
-    [_two_names_of_one_memory, _buffer_of_a_parameter, _attribute_of_a_buffer, _strides],
+    [
+        _two_names_of_one_memory,
+        _buffer_of_a_parameter,
+        _attribute_of_a_buffer,
+        _gradient_of_a_buffer,
+        _strides,
+    ],
 )
 def test_buffers_are_copied_as_deepcopy_does(change) -> None:
-    """Buffers keep their strides and attributes, and share memory with each other as they did."""
+    """Buffers keep their strides, attributes, gradients, and what they share memory with."""
 
     def scenario(impl: Implementation):
         torch.manual_seed(0)
@@ -79,7 +90,7 @@ def test_buffers_are_copied_as_deepcopy_does(change) -> None:
         tensors = {**dict(copied.named_buffers()), **dict(copied.named_parameters())}
         pointers = [tensor.data_ptr() for tensor in tensors.values() if tensor.numel()]
         facts = {
-            name: (tensor.stride(), tensor.untyped_storage().nbytes(), vars(tensor))
+            name: (tensor.stride(), tensor.untyped_storage().nbytes(), vars(tensor), tensor.grad)
             for name, tensor in copied.named_buffers()
         }
         return tensors, facts, len(pointers) - len(set(pointers))
