@@ -214,11 +214,22 @@ def copied(side: Any, module: Any, route: str) -> None:
         side.model = made
     elif route == "pickle":
         side.model = pickle.loads(pickle.dumps(side.model))
-    elif getattr(side, "scopes", None):
+    elif getattr(side, "scopes", None) or changes_original(side):
         raise Skipped  # see shallow_copy
     else:
         side.originals.append(side.model)
         side.model = copy.copy(side.model)
+
+
+def changes_original(side: Any) -> bool:
+    """Return True if a shallow copy would have an override that is bound to the original.
+
+    In a block, what that puts into the original does not reach the copy.
+    """
+    values = side.model.__dict__.values()
+    return hasattr(side, "scopes") and any(
+        isinstance(value, types.MethodType) and value.__self__ is side.model for value in values
+    )
 
 
 EFFECTS = choices.sampled_from(["note", "change", "change", "change", "raise", "odd"])

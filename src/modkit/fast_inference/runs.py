@@ -169,13 +169,14 @@ def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -
             yield f"d{i}['_modules'] is not t{i} or t{i}.changed"
         if kind.layer.condition:
             yield f"not ({_numbered(kind.layer.condition, i)})"
-    # Backward hooks have no effect otherwise.
-    yield f"is_grad_enabled() and ({backward})"
+    functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
+    checks_tensors = bool(functions) or any(kind.layer.input_condition for kind, _ in shape)
+    # Backward hooks have no effect otherwise, but torch warns if the output is no tensor.
+    yield f"is_grad_enabled() and ({backward})" if checks_tensors else f"({backward})"
 
     # The functions of torch that expressions replace: patches of them, and tensor subclasses.
-    functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
     yield from (f"F.{name} is not {name}_of_torch" for name in functions)
-    if functions or any(kind.layer.input_condition for kind, _ in shape):
+    if checks_tensors:
         names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
         tensors = [f"{name}_{i}" for name, i in names if name.partition("_")[0] in _TENSORS]
         yield f"has_torch_function({', '.join(['x', *tensors])})"

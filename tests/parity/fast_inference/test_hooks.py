@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+import modkit
 from tests.cases import for_each
 from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.changes import extra
@@ -238,3 +239,21 @@ def test_hook_that_enters_and_leaves_scopes(impl):
         return seen
 
     assert differing_keys(scenario) == []
+
+
+@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
+def test_backward_hooks_of_a_container_whose_output_is_no_tensor(impl, grad):
+    """Torch warns at each call, without gradients too."""
+
+    class Named(impl.nn.Module):
+        def forward(self, x):
+            return {"x": x}
+
+    for layers in ([Named()], [impl.nn.Linear(2, 2), Named()], [impl.nn.Identity()]):
+        model = impl.nn.Sequential(*layers)
+        model.register_full_backward_hook(lambda *_: None)
+        value = torch.ones(2) if len(layers) > 1 else "text"
+
+        warned = pytest.warns(UserWarning, match="module output should be a Tensor")
+        with modkit.fast_inference(model), grad(), warned:
+            model(value)

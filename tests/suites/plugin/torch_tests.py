@@ -6,6 +6,7 @@ the device. The helpers do nothing and the packages are empty, on both sides.
 
 import builtins
 import importlib
+import importlib.util
 import sys
 from types import ModuleType
 
@@ -57,6 +58,15 @@ def pytest_configure():
     for name in _HELPERS:
         importlib.import_module(name).__getattr__ = _decorator
 
+    # Adapted tests of many devices are for their device only.
+    devices = importlib.import_module("torch.testing._internal.common_device_type")
+    instantiate = devices.instantiate_device_type_tests
+
+    def for_the_cpu(test_class, scope, **options):
+        return instantiate(test_class, scope, **{**options, "only_for": "cpu"})
+
+    devices.instantiate_device_type_tests = for_the_cpu
+
     # Some adapted tests use this name without importing it.
     builtins.HAS_CUDA = False
     common = importlib.import_module("torch.testing._internal.common_distributed")
@@ -68,8 +78,10 @@ def pytest_configure():
     dtensor = importlib.import_module("torch.testing._internal.distributed._tensor.common_dtensor")
     sys.modules["torch_npu.testing._internal.common_fsdp"].FSDPNPUTest = fsdp.FSDPTest
     sys.modules["torch_npu.testing.common_distributed"].with_comms = dtensor.with_comms
-    # The models that the tests in this folder share.
-    sys.path.append("test/distributed/pipelining")
+    # What the tests in these folders share.
+    sys.path += ["test/distributed/pipelining", "test/functorch"]
+    if importlib.util.find_spec("common_utils") is None:
+        sys.modules["common_utils"] = _Absent("common_utils")
 
 
 def _fork_processes(case):
