@@ -225,7 +225,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--report", action="store_true", help="write docs/test_evidence.md")
-    parser.add_argument("--resume", action="store_true", help="go on with the last run, and try its differences again")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on with the last run, and try its differences again",
+    )
     parser.add_argument("--only", type=int, help="the seed of one sequence, to be shown")
     parser.add_argument("--portion", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args()
