@@ -196,13 +196,19 @@ def has_old_backward_hooks(model: Any) -> bool:
     return any(hooks and full is False for hooks, full in hooked)
 
 
+def assigns_weights(model: Any) -> bool:
+    """Return True if a call of a module assigns to it what a graph may read at another place."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(type(hook).__name__ in {"SpectralNorm", "WeightNorm"} for hook in hooks)
+
+
 @scoped()
 def trace_with_fx(side: Any, module: Any) -> Any:
     """Trace the root symbolically; return the code and its output.
 
     Inside scopes a graph may read a parameter at another place, as the page of `fast_inference` says.
     """
-    if has_old_backward_hooks(side.model):
+    if has_old_backward_hooks(side.model) or assigns_weights(side.model):
         raise Skipped
     # Tracers of one process share their count of constants.
     torch.fx.Tracer._qualname_counter.clear()
