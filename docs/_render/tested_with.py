@@ -54,7 +54,7 @@ that differs is repeated three times on each side.
 Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
 and where the library itself cannot run on modkit: optimum-quanto asks whether `nn.Module` is among the bases of torch's
 layers, and pyro has a metaclass of its own ([Test evidence](test_evidence.md#left-out-of-third-party-suites)). The
-tests of tensordict are those of its release 0.14.0:
+tests of tensordict are those of its release 0.14.0, and torchao is its development branch without compiled kernels:
 
 {suites}
 
@@ -74,8 +74,9 @@ that need a device, or something that torch {torch} does not have, fail or are s
 
 {torch_differing}
 
-Not run: the tests of `torch.export`, of inductor and of PT2E quantization, which neither repository has in a form that
-runs with torch {torch}; functorch, of whose tests few take modules; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of
+Not run: torch's own tests of `torch.export` and of inductor, which neither repository has in a form that runs with
+torch {torch}, while torchao above exports models to quantize them; tensor parallelism, whose adapted tests need the
+device; and FSDP1 and most of
 `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools

@@ -15,6 +15,7 @@ from modkit._messages import add_note
 from modkit._tree import descend
 from modkit._upstream import (
     FunctionT,
+    copy_,
     copy_all_,
     layer_loaders,
     make_parameter,
@@ -229,10 +230,15 @@ class Plan:
 
     def _copy_all(self, loading: Load) -> None:
         unsure = self.unsure
-        # A tensor in several places ends up with its last value.
-        sure = {id(entry[4]): entry for entry in self.entries if entry[3] not in unsure}.values()
-        if sure:
-            copy_all_([entry[4] for entry in sure], [entry[5] for entry in sure], mixed=True)
+        sure = [entry for entry in self.entries if entry[3] not in unsure]
+        targets, values = [entry[4] for entry in sure], [entry[5] for entry in sure]
+        if len(set(map(id, targets))) < len(targets):
+            # One by one: a tensor in several places ends up with its last value, which may be the
+            # tensor itself, with what was loaded into it before.
+            for target, value in zip(targets, values, strict=True):
+                copy_(target, value)
+        elif targets:
+            copy_all_(targets, values, mixed=True)
 
         for entry in self.entries if unsure else ():
             if entry[3] in unsure:

@@ -336,3 +336,19 @@ def test_copies_to_the_meta_device(device):
 
     expected = {"cpu": ("raised", "UserWarning"), "meta": ("returned",)}[device]
     assert same(scenario)[: len(expected)] == expected
+
+
+def test_a_tied_tensor_gets_the_entries_in_the_order_of_the_modules() -> None:
+    """A layer fills in an entry of an old state: its own count, which has been loaded by then."""
+
+    def scenario(impl: Implementation) -> tuple[torch.Tensor, bool]:
+        model = impl.own.Sequential(impl.nn.BatchNorm1d(1))
+        model.register_buffer("count", torch.tensor(0))
+        model[0].num_batches_tracked = model.count
+        state = {**dict(model.state_dict()), "count": torch.tensor(2)}
+        del state["0.num_batches_tracked"]
+
+        model.load_state_dict(state)
+        return model.count, model[0].num_batches_tracked is model.count
+
+    assert same(scenario)[0] == "returned"
