@@ -256,4 +256,28 @@ LIBRARIES = (
         repository="pyro-ppl/pyro@1.9.1",
         sides_left_out={"whole": _METACLASS},
     ),
+    Library(
+        "torchao",
+        "0.19.0 (development)",
+        (
+            "test/quantization/pt2e",
+            *(f"test/quantization/test_{name}.py" for name in ("observer", "qat", "quant_api")),
+            *(f"test/prototype/{name}" for name in ("module_swap_quantization", "pat")),
+            *(
+                f"test/prototype/test_{name}.py"
+                for name in ("quantized_training", "smoothquant", "tensor_conversion")
+            ),
+            *("test/core", "test/test_model_architecture.py", "test/test_utils.py"),
+        ),
+        ("test",),
+        repository="pytorch/ao@36027d82d1ad9949597ea16002ff4940374b1b94",
+        left_out={"test/quantization/pt2e/test_x86inductor_fusion.py": _MINUTES},
+        sample={
+            "test/quantization/pt2e/test_arm_inductor_quantizer.py": 8,
+            "test/quantization/pt2e/test_x86inductor_quantizer.py": 8,
+            "test/quantization/pt2e/test_quantize_pt2e_qat.py": 6,
+            "test/quantization/pt2e/test_quantize_pt2e.py": 3,
+            "test/quantization/test_q": 4,
+        },
+    ),
 )

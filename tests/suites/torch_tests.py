@@ -100,19 +100,7 @@ TORCH_TESTS = (
         "functorch",
         _RECENT,
         ("functorch/test_eager_transforms.py", "functorch/test_vmap_add_batch_dim_api.py"),
-        {"functorch/test_eager_transforms.py": 2},
     ),
-    _tests(
-        "functorch",
-        _OF_2_1,
-        (
-            "functorch/test_aotdispatch.py",
-            "functorch/test_control_flow.py",
-            "functorch/test_memory_efficient_fusion.py",
-        ),
-        {"": 3},
-    ),
-    _tests("export", _OF_2_1, ("export",)),
     _tests(
         "optim",
         _RECENT,
@@ -120,15 +108,8 @@ TORCH_TESTS = (
         {"optim/test_optim.py": 4},
     ),
     _tests(
-        "profiler", _RECENT, ("profiler/test_profiler_tree.py", "profiler/test_memory_profiler.py")
-    ),
-    _tests(
-        "inductor",
-        _OF_2_1,
-        (
-            "inductor/test_perf.py",
-            "inductor/test_pattern_matcher.py",
-            "inductor/test_mkldnn_pattern_matcher.py",
-        ),
+        "profiler",
+        _RECENT,
+        tuple(f"profiler/test_{name}.py" for name in ("profiler_tree", "memory_profiler")),
     ),
 )
