@@ -4,7 +4,7 @@ import torch
 from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
 from tests.helpers import Implementation
-from tests.models import chain, tree
+from tests.models import tree
 from tests.parity.module.contents import run
 
 
@@ -55,12 +55,3 @@ def test_a_shared_module_is_no_cycle(impl: Implementation, call: str) -> None:
 
     assert run(call, module) is not None
     assert torch.is_tensor(module.again.mean)
-
-
-@for_each("call", OPERATIONS)
-def test_a_deep_tree_is_no_cycle(impl: Implementation, call: str) -> None:
-    """Depth alone is not taken for a cycle."""
-    module = chain(impl, 100)
-
-    assert run(call, module) is not None
-    assert len(list(module.modules())) == 100

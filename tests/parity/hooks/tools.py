@@ -1,6 +1,5 @@
 """Small hooks and modules that the hook tests share."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -42,9 +41,6 @@ PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent post 1",
     "parent post 2",
 ]
-
-
-Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 def noting(log: list[Any], note: object) -> Callable[..., None]:
@@ -104,11 +100,3 @@ def leaf(*values: float) -> torch.Tensor:
 def inner_tensor(*values: float) -> torch.Tensor:
     """Make a non-leaf tensor of the values that requires grad."""
     return leaf(*values) * 1
-
-
-def node_name(tensor: torch.Tensor) -> str | None:
-    """Name the autograd node that made the tensor."""
-    return None if tensor.grad_fn is None else tensor.grad_fn.name()
-
-
-WRAPPED = "BackwardHookFunctionBackward"

@@ -5,7 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, leaf, tree
+from tests.models import child_leaf, tree
 
 
 def logging_class(impl: Implementation, log: list[object], **attributes: object) -> type:
@@ -84,27 +84,6 @@ def test_the_metadata_that_each_module_is_given(metadata):
         return [(prefix, given) for prefix, _, _, given, _ in log]
 
     assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_error_messages_of_an_override_raise(strict):
-    """Entries in ``error_msgs`` raise in any case, before or after the lists of keys."""
-
-    def scenario(impl):
-        class Complaining(impl.Module):
-            def _load_from_state_dict(
-                self, state_dict, prefix, meta, flag, missing, unexpected, errors
-            ):
-                errors.append(f"complaint of {prefix}")
-                missing.append(prefix + "made up")
-                unexpected.append(prefix + "surplus")
-
-        root = Complaining()
-        root.child = Complaining()
-        root.leaf = leaf(impl)
-        return root.load_state_dict({"leaf.weight": torch.ones(1)}, strict=strict)
-
-    assert same(scenario)[0] == "raised"
 
 
 def test_a_child_that_is_added_during_the_load():

@@ -254,28 +254,6 @@ def test_classes_whose_metaclass_refuses_assignment(impl: Implementation) -> Non
 # --- tables of global hooks -----------------------------------------------------------------------
 
 
-@for_each("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
-def test_tables_of_global_hooks_may_be_rebound(
-    impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call looks the tables up: torch's own tests put fresh ones in their place."""
-    home = torch.nn.modules.module
-    for name, table in vars(home).items():
-        if name.startswith("_global_") and isinstance(table, dict):
-            monkeypatch.setattr(home, name, type(table)())
-    monkeypatch.setattr(home, "_global_is_full_backward_hook", None)
-    seen = []
-    net = plain(impl)()
-    net.weight = torch.nn.Parameter(torch.ones(1))
-    register = getattr(impl, f"register_module_{kind}_hook")
-    handle = register(lambda *_: seen.append(kind))
-    net(net.weight * 1).sum().backward()
-    handle.remove()
-    net(net.weight * 1).sum().backward()
-
-    assert seen == [kind]
-
-
 @pytest.mark.parametrize("kind", ["parameter", "module"])
 def test_tables_of_registration_hooks_may_be_rebound(
     impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -479,16 +457,3 @@ def test_state_dict_set_on_an_instance_below(impl, depth):
 
     assert calls == [((), ["destination", "keep_vars", "prefix"])]
     assert keys == []
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
-    impl: Implementation, strict: bool
-) -> None:
-    """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
-    net, seen = watched(impl)
-    net.child = impl.nn.ReLU()
-    seen.clear()
-    net.set_submodule("child", impl.nn.Tanh(), strict)
-
-    assert seen == ["child"] * (3 if strict else 2)
