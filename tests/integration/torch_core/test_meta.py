@@ -71,26 +71,6 @@ def test_meta_to_empty_and_load(network: str) -> None:
     assert torch.equal(output, make_net(torch.nn, network).eval()(make_batch(network)))
 
 
-def test_assigning_a_checkpoint_to_meta() -> None:
-    """``load_state_dict(assign=True)`` fills a meta network without allocating twice."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        source = make_net(impl.nn, "conv")
-        with torch.device("meta"):
-            net = make_net(impl.nn, "conv")
-        state = source.state_dict()
-        result = net.load_state_dict(state, assign=True)
-
-        assert net.head.weight.data_ptr() == source.head.weight.data_ptr()
-
-        return str(result), devices(net), net(make_batch("conv"))
-
-    text, where, _ = agree(scenario)
-
-    assert text == "<All keys matched successfully>"
-    assert set(where.values()) == {"cpu"}
-
-
 @for_each("include_buffers", [False, True])
 @for_each("network", NETWORKS)
 def test_patched_registration(network: str, include_buffers: bool) -> None:

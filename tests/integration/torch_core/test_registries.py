@@ -1,8 +1,6 @@
 import copy
-from collections import OrderedDict
 from typing import Any
 
-import pytest
 import torch
 
 from tests.cases import for_each
@@ -59,38 +57,6 @@ def test_lazily_gathered_parameters() -> None:
 
     assert torch.equal(state["w"], torch.full((6,), 2.0))
     assert grads["inner.weight"] is not None
-
-
-@pytest.mark.parametrize("table", ["_forward_hooks", "_forward_pre_hooks", "_backward_hooks"])
-def test_replaced_hook_tables(impl: Implementation, table: str) -> None:
-    """Hooks put into a table directly run; an assigned empty table runs none."""
-    net, batch = make_net(impl.nn, "nested"), make_batch("nested").requires_grad_()
-    seen = []
-
-    def hook(*args: Any) -> None:
-        seen.append(args[0])
-
-    net.register_full_backward_hook(lambda *_args: None).remove()
-    setattr(net, table, OrderedDict({1000: hook}))
-    net(batch).sum().backward()
-    after_direct = list(seen)
-    setattr(net, table, OrderedDict())
-    net(batch).sum().backward()
-
-    assert after_direct == [net]
-    assert seen == after_direct
-
-
-def test_partly_reset_hooks(impl: Implementation) -> None:
-    """Ids left over in the companion tables of replaced hook tables do no harm."""
-    net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-    net.register_forward_hook(lambda _m, _a, _k, out: out * 2, with_kwargs=True, always_call=True)
-    net.register_forward_pre_hook(lambda _m, args, kwargs: (args, kwargs), with_kwargs=True)
-    net._forward_hooks = OrderedDict()
-    net._forward_pre_hooks.clear()
-    net.register_forward_hook(lambda _m, _args, output: output + 1)
-
-    assert torch.equal(net(batch), make_net(torch.nn, "nested")(batch) + 1)
 
 
 def clone_by_update(net: torch.nn.Module) -> torch.nn.Module:

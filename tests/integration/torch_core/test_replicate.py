@@ -54,17 +54,3 @@ def test_replicate(network: str) -> None:
     (2 * expected).square().sum().backward()
     assert freeze(outputs[0]) == freeze(expected)
     torch.testing.assert_close(grads, gradients(eager))
-
-
-@pytest.mark.usefixtures("_copies_on_cpu")
-def test_shared_children_stay_shared(impl: Implementation) -> None:
-    """Tied weights and a module in two places are one object in a replica, too."""
-    nn = impl.nn
-    shared = nn.Linear(6, 6)
-    net = nn.Sequential(shared, nn.ReLU(), shared, nn.Linear(6, 6))
-    net[3].weight = shared.weight
-    (replica,) = replicate_module.replicate(net, [0])
-
-    assert replica[0] is replica[2]
-    assert replica[0] is not shared
-    assert replica[3].weight is replica[0].weight

@@ -1,4 +1,3 @@
-import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Final
@@ -10,7 +9,7 @@ from torch.ao import quantization as ao
 from torch.ao.quantization import quantize_fx
 
 import modkit.nn
-from tests.helpers import Implementation, freeze, seed_everything
+from tests.helpers import freeze, seed_everything
 
 
 pytestmark = [
@@ -143,50 +142,3 @@ def test_a_network_is_quantized_as_in_torch(case: str) -> None:
     assert freeze(found(batch)) == freeze(expected(batch))
     assert not torch.equal(found(batch), make(torch.nn).eval()(batch))
     assert found.state_dict().keys() == expected.state_dict().keys()
-
-
-@pytest.mark.parametrize("case", ["static", "quantization_aware"])
-def test_layers_are_fused(case: str, impl: Implementation) -> None:
-    """Convolution, normalization and activation become one quantized layer."""
-    make, quantize, _ = CASES[case]
-
-    net = quantize(make(impl.nn))
-
-    assert ".intrinsic.quantized." in type(net.conv).__module__
-
-
-def test_weights_are_eight_bits(impl: Implementation) -> None:
-    """The weights of a quantized network are stored in eight bits, within half a step of the old."""
-    net = images(impl.nn)
-    before = net.head[0].weight.detach().clone()
-
-    weight = ao.quantize_dynamic(net).head[0].weight()
-
-    assert weight.dtype == torch.qint8
-    assert (weight.dequantize() - before).abs().max() <= weight.q_scale() / 2 + 1e-6
-
-
-def test_qconfig_is_an_attribute(impl: Implementation) -> None:
-    """``qconfig`` of a module is set, read, deleted and copied."""
-    layer = impl.own.Linear(2, 2)
-    absent = hasattr(layer, "qconfig"), hasattr(impl.own.Linear, "qconfig")
-    layer.qconfig = "int8"
-    kept = layer.qconfig, copy.deepcopy(layer).qconfig, "qconfig" in vars(layer)
-    del layer.qconfig
-
-    assert absent == (False, False)
-    assert kept == ("int8", "int8", True)
-    assert not hasattr(layer, "qconfig")
-    with pytest.raises(AttributeError, match="qconfig"):
-        del layer.qconfig
-
-
-def test_subclasses_are_passed_over(impl: Implementation) -> None:
-    """A user's subclass of a layer is not quantized."""
-
-    class Own(impl.nn.Linear):
-        pass
-
-    net = ao.quantize_dynamic(torch.nn.Sequential(Own(2, 2)))
-
-    assert type(net[0]) is Own
