@@ -95,24 +95,3 @@ def test_patched_registration(network: str, include_buffers: bool) -> None:
     assert {where[name] for name in names} == {"meta"}
     assert {where[name] for name in where.keys() - names} <= {"meta" if include_buffers else "cpu"}
     assert set(after.values()) == {"cpu"}
-
-
-def test_patched_registration_of_user_classes(impl: Implementation) -> None:
-    """A patch also sees parameters that a user's module assigns, and an override still runs."""
-    seen = []
-
-    class Noting(impl.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.ones(2))
-
-        def register_parameter(self, name: str, param: Any) -> None:
-            seen.append(name)
-            super().register_parameter(name, param)
-
-    with empty_weights(include_buffers=False):
-        net = Noting()
-
-    assert seen == ["w"]
-    assert net.w.is_meta
-    assert not Noting().w.is_meta

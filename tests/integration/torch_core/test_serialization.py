@@ -58,24 +58,6 @@ def test_state_dict_file_loads_into_the_other(
     )
 
 
-@for_each("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
-def test_whole_module_file(
-    tmp_path: Path, impl: Implementation, form: dict[str, dict[str, Any]]
-) -> None:
-    """A network that is saved whole comes back with its classes, state and mode."""
-    net, batch = PICKLABLE[impl.name](), make_batch("free")
-    net(batch)
-    net.eval()
-    torch.save(net, tmp_path / "net.pt", **form["save"])
-    loaded = torch.load(tmp_path / "net.pt", weights_only=False, **form["load"])
-
-    assert type(loaded) is type(net)
-    assert [type(module) for module in loaded.modules()] == [type(m) for m in net.modules()]
-    assert not any(module.training for module in loaded.modules())
-    assert freeze(loaded.state_dict()) == freeze(net.state_dict())
-    assert freeze(loaded(batch)) == freeze(net(batch))
-
-
 def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:
     """The classes to allow for a whole module are the same public ones as torch's."""
 

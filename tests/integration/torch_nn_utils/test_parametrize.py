@@ -1,7 +1,6 @@
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, fx
 from torch.func import functional_call
@@ -91,25 +90,6 @@ def test_deepcopy_has_its_own_tensors(impl: Implementation) -> None:
 
     assert not torch.equal(net.inner.weight, clone.inner.weight)
     assert torch.equal(called, clone(batch))
-
-
-def test_new_weight_norm() -> None:
-    """The weight-norm parametrization trains, and loads the older function's checkpoints."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-        old = copy.deepcopy(net)
-        for block in net.blocks:
-            impl.nn.utils.parametrizations.weight_norm(block.linear)
-        losses = train(net, batch)
-        with pytest.warns(FutureWarning, match="weight_norm"):
-            impl.nn.utils.weight_norm(old.blocks[0].linear)
-        net.blocks[0].linear.load_state_dict(old.blocks[0].linear.state_dict())
-        return losses, dict(net.state_dict()), net(batch)
-
-    _, state, _ = agree(scenario)
-
-    assert "blocks.0.linear.parametrizations.weight.original1" in state
 
 
 def test_parametrized_network_in_other_tools() -> None:

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -303,21 +302,6 @@ def compile_and_export(scope, impl):
     return seen, left_behind(model)
 
 
-def function_modes_that_change_results(scope, impl):
-    """A mode that replaces what `F.linear` returns has the same effect inside."""
-
-    class Doubling(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            return result * 2 if function is F.linear else result
-
-    model = net(impl)
-    with scope(model), Doubling():
-        first = run(model, "no_grad")
-    with scope(model):
-        return first, run(model, "no_grad")
-
-
 @pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
 def test_default_dtype_and_device(impl, default):
     """Another default dtype and device, and other global switches, give the same results inside."""
@@ -355,7 +339,6 @@ SCENARIOS = (
     make_fx_inside,
     forward_gradients_and_checkpointing,
     compile_and_export,
-    function_modes_that_change_results,
 )
 
 

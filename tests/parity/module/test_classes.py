@@ -2,7 +2,7 @@ import abc
 import inspect
 import sys
 import typing
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import pytest
 import torch
@@ -93,23 +93,6 @@ def test_an_abstract_module(impl: Implementation) -> None:
         Base()
 
     assert Net()(1) == 1
-
-
-def test_a_generic_module(impl: Implementation) -> None:
-    """``Generic`` mixes in, before or after Module."""
-    item = TypeVar("item")
-
-    class After(impl.Module, Generic[item]):
-        pass
-
-    class Before(Generic[item], impl.Module):
-        pass
-
-    module = After[int]()
-    module.child = Before[str]()
-
-    assert isinstance(module, After)
-    assert [name for name, _ in module.named_modules()] == ["", "child"]
 
 
 def test_a_module_with_a_protocol(impl: Implementation) -> None:

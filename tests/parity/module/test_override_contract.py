@@ -457,3 +457,16 @@ def test_state_dict_set_on_an_instance_below(impl, depth):
 
     assert calls == [((), ["destination", "keep_vars", "prefix"])]
     assert keys == []
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
+    impl: Implementation, strict: bool
+) -> None:
+    """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
+    net, seen = watched(impl)
+    net.child = impl.nn.ReLU()
+    seen.clear()
+    net.set_submodule("child", impl.nn.Tanh(), strict)
+
+    assert seen == ["child"] * (3 if strict else 2)
