@@ -1,12 +1,9 @@
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.func import (
     functional_call,
-    stack_module_state,
-    vmap,
 )
 
 from tests.cases import for_each
@@ -80,30 +77,3 @@ def test_functional_call_ties_weights() -> None:
     assert torch.equal(tied, make_batch("free").relu())
     assert not torch.equal(tied, untied)
     assert torch.equal(both, 2 * tied)
-
-
-def test_ensemble() -> None:
-    """Several networks stacked into one state run under ``vmap`` like one after the other."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net = make_net(impl.nn, "nested")
-        nets = [net, copy.deepcopy(net), copy.deepcopy(net)]
-        for factor, net in enumerate(nets):
-            with torch.no_grad():
-                net.heads["left"].bias.add_(factor)
-        parameters, buffers = stack_module_state(nets)
-        skeleton = copy.deepcopy(nets[0]).to("meta")
-        batch = make_batch("nested")
-        together = vmap(lambda p, b: functional_call(skeleton, (p, b), (batch,)))(
-            parameters, buffers
-        )
-        together.sum().backward()
-
-        torch.testing.assert_close(together, torch.stack([net(batch) for net in nets]))
-
-        return together, {name: p.grad for name, p in parameters.items()}
-
-    together, grads = agree(scenario)
-
-    assert together.shape == (3, 4, 3)
-    assert grads["heads.left.bias"].shape == (3, 3)

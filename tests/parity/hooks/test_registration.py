@@ -8,12 +8,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, clean_global_hooks, same
+from tests.helpers import Implementation
 from tests.parity.hooks.tools import (
     GLOBAL_REGISTRARS,
     MODULE_REGISTRARS,
     do_nothing,
-    inner_tensor,
     leaf,
     noting,
 )
@@ -21,16 +20,6 @@ from tests.parity.hooks.tools import (
 
 # Private ones first: they refuse a function that was registered by a public one.
 REGISTRARS = sorted((*MODULE_REGISTRARS, *GLOBAL_REGISTRARS))
-
-
-def viewed(impl: Implementation) -> torch.nn.Module:
-    """Make a module whose forward is one node of the graph."""
-
-    class Viewed(impl.Module):
-        def forward(self, x):
-            return x.view(-1)
-
-    return Viewed()
 
 
 @for_each("registrar", REGISTRARS)
@@ -75,36 +64,6 @@ def test_a_handle_refers_to_the_tables_weakly(impl: Implementation) -> None:
 
     assert [table() for table in tables] == [None, None, None]
     assert other.remove() is None
-
-
-@for_each("called", [TORCH, MODKIT], ids=str)
-def test_global_hooks_fire_across_implementations(
-    impl: Implementation, called: Implementation
-) -> None:
-    """A global hook of either implementation fires for the modules of both."""
-    log: list[str] = []
-    impl.register_module_full_backward_pre_hook(noting(log, "fired"))
-    viewed(called)(inner_tensor()).sum().backward()
-
-    assert log == ["fired"]
-
-
-@for_each("hook", [None, "text", lambda: None, lambda a, b, c, d, e, f, g, h, i: None])
-@for_each("registrar", REGISTRARS)
-def test_a_hook_that_cannot_be_called_fails_when_it_is_due(registrar: str, hook: object) -> None:
-    """Registration takes anything; the call, save or load raises Python's error."""
-
-    def scenario(impl: Implementation) -> object:
-        with clean_global_hooks():
-            module = viewed(impl)
-            getattr(impl if "_module_" in registrar else module, registrar)(hook)
-            module(inner_tensor()).sum().backward()
-            module.load_state_dict(module.state_dict())
-            impl.own.Sequential(impl.own.BatchNorm1d(1))
-
-    kind, error, text = same(scenario)
-
-    assert (kind, error) in {("raised", "TypeError"), ("raised", "AttributeError")}, text
 
 
 def saved(module: torch.nn.Module) -> torch.nn.Module:

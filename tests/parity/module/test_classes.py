@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import Implementation, same
+from tests.helpers import Implementation, freeze, same
 from tests.models import child_leaf, leaf
 
 
@@ -58,6 +58,16 @@ def test_constructor_errors(arguments, flag):
         return list(vars(Net(*args, **keywords)))
 
     assert same(scenario)
+
+
+def test_a_fresh_module_has_the_state_of_torch(impl: Implementation) -> None:
+    """A user's module has the same instance attributes as torch's, in the same order."""
+
+    class Own(impl.Module):
+        pass
+
+    assert list(vars(Own())) == list(vars(torch.nn.Module()))
+    assert freeze(vars(Own())) == freeze(vars(torch.nn.Module()))
 
 
 def test_init_of_torchs_class_leaves_a_working_module(impl: Implementation) -> None:

@@ -39,49 +39,33 @@ def logged_tree(impl: Implementation, log: list[object]) -> torch.nn.Module:
     return root
 
 
+# In place of what the save has written; without an entry, a module gets an empty dict.
+METADATA = (
+    *(..., None, {}, {"": {}}),
+    {"": {"version": 1}, "a.x": {"version": 9, "own": 3}},
+    {"a": {"version": 2}, "unknown": {"version": 1}},
+)
+
+
 @for_each("assign", [False, True])
 @for_each("shuffled", [False, True])
 @for_each("extra", [[], ["bogus"], ["a.bogus", "abc.weight", "a.x.y.z"]])
-def test_what_each_module_is_given(extra, shuffled, assign):
+@for_each("metadata", METADATA)
+def test_what_each_module_is_given(metadata, extra, shuffled, assign):
     """Each module gets its own keys, in the given order, its metadata and the shared lists."""
 
     def scenario(impl):
         log = []
         module = logged_tree(impl, log)
-        state = module.state_dict()
+        saved = module.state_dict()
         for key in extra:
-            state[key] = torch.ones(1)
-        if shuffled:
-            metadata = state._metadata
-            state = collections.OrderedDict(reversed(state.items()))
-            state._metadata = metadata
+            saved[key] = torch.ones(1)
+        items = reversed(saved.items()) if shuffled else saved.items()
+        state = collections.OrderedDict(items)
+        if metadata is not None:
+            state._metadata = saved._metadata if metadata is ... else metadata
         result = module.load_state_dict(state, strict=False, assign=assign)
         return log, result
-
-    assert same(scenario)[0] == "returned"
-
-
-@for_each(
-    "metadata",
-    [
-        None,
-        {},
-        {"": {}},
-        {"": {"version": 1}, "a.x": {"version": 9, "own": 3}},
-        {"a": {"version": 2}, "unknown": {"version": 1}},
-    ],
-)
-def test_the_metadata_that_each_module_is_given(metadata):
-    """Without metadata, or without an entry, a module gets an empty dict."""
-
-    def scenario(impl):
-        log = []
-        module = logged_tree(impl, log)
-        state = collections.OrderedDict(module.state_dict())
-        if metadata is not None:
-            state._metadata = metadata
-        module.load_state_dict(state)
-        return [(prefix, given) for prefix, _, _, given, _ in log]
 
     assert same(scenario)[0] == "returned"
 
