@@ -149,7 +149,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 class Ways(NamedTuple):
-    """What holds of results before, inside and after the scope, and of the modules."""
+    """Comparison of results before, inside and after the scope, and of the modules."""
 
     inside_is_before: bool = True
     after_is_before: bool = True

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.nn.utils import parametrize
 
 from tests.helpers import Implementation, freeze, seed_everything
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
@@ -112,22 +111,6 @@ def iteration(nn: ModuleType, watch: Watch) -> None:
     call(BATCH)
 
 
-def parametrized(nn: ModuleType, watch: Watch) -> None:
-    """Compile a parametrized layer and a weight-normalized one, and take one back."""
-
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).mT
-
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    parametrize.register_parametrization(net[0], "weight", Symmetric())
-    torch.nn.utils.parametrizations.weight_norm(net[1])
-    call = watch.compile(net)
-    call(BATCH)
-    parametrize.remove_parametrizations(net[0], "weight")
-    call(BATCH)
-
-
 def modes(nn: ModuleType, watch: Watch) -> None:
     """Switch between training and evaluation, freeze a weight, and change the batch size."""
     net = make_net(nn, "conv")
@@ -153,7 +136,7 @@ def compiled_children(nn: ModuleType, watch: Watch) -> None:
     watch.outputs.append(list(net.state_dict()))
 
 
-SCENARIOS: Final = (replaced_parameter, iteration, parametrized, modes, compiled_children)
+SCENARIOS: Final = (replaced_parameter, iteration, modes, compiled_children)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -138,20 +138,6 @@ def test_make_fx() -> None:
     torch.testing.assert_close(dict(grads), gradients(net))
 
 
-def test_make_fx_of_module() -> None:
-    """``make_fx`` of a module itself records its parameters and buffers as attributes."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = gated_net(impl), make_batch("free")
-        traced = make_fx(net)(batch)
-        return nodes(traced.graph), traced(batch), list(traced.named_buffers())
-
-    traced_nodes, output, _ = agree(scenario)
-
-    assert "get_attr" in {op for op, *_ in traced_nodes}
-    assert torch.equal(output, gated_net(TORCH)(make_batch("free")))
-
-
 def test_tracing_leaves_the_module_alone(impl: Implementation) -> None:
     """After tracing, calls and attribute reads of the module are ordinary again."""
     net, batch = gated_net(impl), make_batch("free")

@@ -40,26 +40,7 @@ def images(nn: ModuleType) -> torch.nn.Module:
     return Images()
 
 
-def sequences(nn: ModuleType) -> torch.nn.Module:
-    """Build a classifier of sequences with recurrent layers, which are quantized dynamically."""
-
-    class Sequences(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.gru = nn.LSTM(5, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)
-            self.cell = nn.GRUCell(6, 6)
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.gru(self.lstm(x)[0])[0]
-            return self.head(self.cell(x[:, 0], x[:, 1]))
-
-    seed_everything()
-    return Sequences()
-
-
 IMAGES: Final = torch.linspace(-1, 1, 2 * 2 * 6 * 6).reshape(2, 2, 6, 6)
-SEQUENCES: Final = torch.linspace(-1, 1, 2 * 4 * 5).reshape(2, 4, 5)
 TO_FUSE: Final = [["conv", "bn", "relu"], ["head.0", "head.1"]]
 
 
@@ -111,7 +92,6 @@ def train_one_step(net: torch.nn.Module) -> None:
 Quantize = Callable[[torch.nn.Module], torch.nn.Module]
 CASES: Final[dict[str, tuple[Callable[[ModuleType], torch.nn.Module], Quantize, Tensor]]] = {
     "dynamic": (images, dynamic, IMAGES),
-    "dynamic_sequences": (sequences, dynamic, SEQUENCES),
     "static": (images, static, IMAGES),
     "quantization_aware": (images, aware, IMAGES),
     "static_fx": (images, static_fx, IMAGES),

@@ -19,17 +19,6 @@ MODULE_REGISTRARS = (
     "_register_load_state_dict_pre_hook",
     "register_load_state_dict_post_hook",
 )
-GLOBAL_REGISTRARS = (
-    "register_module_forward_pre_hook",
-    "register_module_forward_hook",
-    "register_module_full_backward_pre_hook",
-    "register_module_full_backward_hook",
-    "register_module_backward_hook",
-    "register_module_buffer_registration_hook",
-    "register_module_module_registration_hook",
-    "register_module_parameter_registration_hook",
-)
-
 # The order of state-dict hooks, and of load hooks, around a parent and its child.
 PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent pre 1",

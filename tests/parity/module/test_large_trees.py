@@ -1,29 +1,15 @@
 import pytest
 import torch
 
-from tests.helpers import MODKIT, Implementation
-
-
-def layer(impl: Implementation) -> torch.nn.Module:
-    """Make a layer without data."""
-    return impl.own.Linear(1, 1, bias=False, device="meta")
-
-
-def chain(impl: Implementation, depth: int) -> torch.nn.Module:
-    """Nest that many blocks, each of them a layer and the next block."""
-    block = layer(impl)
-    for _ in range(depth - 1):
-        block = impl.own.Sequential(layer(impl), block)
-    return block
+from tests.helpers import MODKIT
 
 
 # A mixture of experts with 671 billion parameters has about 40,000 modules.
-@pytest.mark.parametrize("modules", [4_000, pytest.param(40_000, marks=pytest.mark.slow)])
-def test_thousands_of_modules_load_walk_and_convert(modules):
-    """Every operation runs on every module: on layers side by side, and on chains of 800 blocks."""
-    wide = MODKIT.own.ModuleList(layer(MODKIT) for _ in range(modules // 2))
-    deep = MODKIT.own.ModuleList(chain(MODKIT, 800) for _ in range(modules // 3200))
-    model = MODKIT.own.ModuleList([wide, deep])
+@pytest.mark.parametrize("count", [4_000, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_thousands_of_modules_load_walk_and_convert(count):
+    """Every operation runs on every one of thousands of layers."""
+    layers = (MODKIT.own.Linear(1, 1, bias=False, device="meta") for _ in range(count))
+    model = MODKIT.own.ModuleList(layers)
     state = model.state_dict()
 
     model.half()
@@ -34,9 +20,8 @@ def test_thousands_of_modules_load_walk_and_convert(modules):
 
     members = list(model.modules())
     parameters = dict(model.named_parameters())
-    assert modules * 0.89 < len(members) <= modules + 3
-    assert list(parameters) == list(state)
-    assert len(parameters) == sum(isinstance(m, torch.nn.Linear) for m in members)
+    assert len(members) == count + 1
+    assert list(parameters) == list(state) == [f"{index}.weight" for index in range(count)]
     assert ([], []) == (keys.missing_keys, keys.unexpected_keys)
     assert converted == {torch.float16}
     assert {p.dtype for p in parameters.values()} == {torch.float32}

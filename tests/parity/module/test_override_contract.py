@@ -34,17 +34,6 @@ class Extra:
         self.__dict__["extra"] = state
 
 
-class TorchLinear(torch.nn.Linear, torch.nn.Module):
-    """A layer of the user's on torch."""
-
-
-class ModkitLinear(torch.nn.Linear, MODKIT.Module):
-    """A layer of the user's on modkit."""
-
-
-OwnLinear = {"torch": TorchLinear, "modkit": ModkitLinear}
-
-
 def network(impl: Implementation) -> Any:
     """Make a tree of users' modules and layers, with members of every kind."""
 
@@ -412,7 +401,7 @@ def test_a_saved_method_does_not_call_a_later_patch(
 def test_a_class_made_by_a_call_belongs_to_the_caller(impl: Implementation) -> None:
     """`type()` gives a class the module of the code that calls it, as parametrizations do."""
     made = type("Made", (impl.Module,), {})
-    layer = impl.nn.utils.parametrizations.weight_norm(OwnLinear[impl.name](2, 2))
+    layer = impl.nn.utils.parametrizations.weight_norm(impl.own.Linear(2, 2))
 
     assert made.__module__ == __name__
     assert type(layer).__module__ == "torch.nn.utils.parametrize"
