@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.export import unflatten
+from torch.export._swap import _swap_modules
 
 import modkit.nn
 from tests.helpers import Implementation, freeze
@@ -80,6 +82,26 @@ def test_exported_program(network: str, strict: bool) -> None:
     eager = make_net(torch.nn, network).eval()
     assert torch.equal(output, eager(make_batch(network)))
     assert any(len(stack) >= 2 for _, stack in program_stacks)
+
+
+def test_called_modules_keep_their_signature() -> None:
+    """Unflattened, a program has the hierarchy of the network, and blocks can be replaced."""
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = make_net(impl.nn, "nested").eval(), make_batch("nested")
+        names = ("blocks.0", "blocks.1")
+        program = export(net, (batch,), preserve_module_call_signature=names)
+        module = unflatten(program)
+        before = module(batch)
+        module.blocks.set_submodule("0", make_net(impl.nn, "nested").blocks[1])
+        swapped = _swap_modules(program, {"blocks.1": net.blocks[0]})
+        paths = [name for name, _ in module.named_modules()]
+        return before, module(batch), swapped(batch), paths, dict(module.state_dict())
+
+    *_, paths, state = agree(scenario)
+
+    assert "heads.left" in paths
+    assert state.keys() == make_net(torch.nn, "nested").state_dict().keys()
 
 
 @both_modes
