@@ -12,7 +12,8 @@ from tests.helpers import Implementation, freeze, same
 from tests.models import child_leaf, leaf
 
 
-def test_init_does_not_call_the_next_class_by_default(impl: Implementation) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+def test_init_calls_the_next_class_if_it_is_asked_to(impl: Implementation, flag: bool) -> None:
     """Without ``call_super_init`` a mixin behind Module is not initialized."""
 
     class Mixin:
@@ -20,10 +21,12 @@ def test_init_does_not_call_the_next_class_by_default(impl: Implementation) -> N
             self.mixed = True
 
     class Net(impl.Module, Mixin):
+        call_super_init = flag
+
         def __init__(self):
             super().__init__()
 
-    assert not hasattr(Net(), "mixed")
+    assert hasattr(Net(), "mixed") is flag
 
 
 def test_init_passes_arguments_on_with_call_super_init(impl: Implementation) -> None:

@@ -163,6 +163,22 @@ def test_what_is_not_a_tensor_cannot_be_converted(call):
     assert same(scenario)[0] == "raised"
 
 
+def test_other_operations_that_are_not_implemented():
+    """An error that is not about the meta device has the text of the tensor that raises it."""
+
+    class Odd(torch.Tensor):
+        def to(self, *_):
+            raise NotImplementedError("not for this tensor")
+
+    def scenario(impl):
+        module = empty(impl)
+        module.register_buffer("x", torch.ones(1).as_subclass(Odd))
+        return module.to(torch.float64)
+
+    expected = ("raised", "NotImplementedError", "not for this tensor")
+    assert same(scenario) == expected
+
+
 @pytest.mark.gpu
 def test_cuda_moves_everything_in_place(impl: Implementation) -> None:
     """On a real device, torch 2.13 keeps the parameter objects and replaces the buffers.

@@ -301,7 +301,7 @@ def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
 
 
 def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> None:
-    """`train` sets the attribute by assignment, which a class behind `Module` may see."""
+    """Both `__init__` and `train` set the attribute so that a class behind `Module` may see it."""
 
     class Watch:
         def __setattr__(self, name, value):
@@ -314,6 +314,7 @@ def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> 
     seen: list[Any] = []
     net = plain(impl)()
     net.child = Watched()
+    assert ("training", True) in seen
     seen.clear()
     net.eval()
 

@@ -47,6 +47,7 @@ def test_the_tensors_share_memory_and_are_detached(impl: Implementation) -> None
     assert state["gain"].data_ptr() == module.gain.data_ptr()
     assert not any(tensor.requires_grad for tensor in state.values())
     assert type(state["gain"]) is torch.Tensor
+    assert state["right.mean"] is not module.right.mean
     assert kept["gain"] is module.gain
     assert kept["right.mean"] is module.right.mean
 

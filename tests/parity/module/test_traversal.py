@@ -163,6 +163,7 @@ def test_members_do_not_look_ahead(impl: Implementation, method: str) -> None:
         "[m.right.register_buffer(n + 'x', ones(1)) for n, _ in m.right.named_buffers()]",
         "[m.register_parameter(n + 'x', Parameter(ones(1))) for n, _ in m.named_parameters()]",
         "[m.add_module('x', Identity()) for _ in m.parameters()]",
+        "[m.register_parameter('x', Parameter(ones(1))) for _ in m.parameters()]",
         "[delattr(m, n) for n, _ in m.named_children()]",
         "[delattr(m, 'right') for n, _ in m.named_modules() if n == 'right']",
         "m.apply(lambda module: m.add_module('x', Identity()))",
