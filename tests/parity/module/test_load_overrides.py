@@ -102,6 +102,7 @@ def test_loading_one_module_by_hand():
             state = {
                 "p.weight": torch.zeros(2, 3),
                 "p.bogus": 1,
+                "p._extra_state": 4,
                 "other": 2,
                 "p.mean": torch.ones(1),
             }
