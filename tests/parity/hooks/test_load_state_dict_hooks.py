@@ -125,6 +125,26 @@ def test_a_pre_hook_changes_what_is_loaded(impl: Implementation) -> None:
     assert module.late.item() == 1.0
 
 
+def test_edits_of_a_child_reach_neither_siblings_nor_parents(impl: Implementation) -> None:
+    """Changes by a child's pre-hook stay in its own mapping (rule 12)."""
+    seen: list[list[str]] = []
+    module = impl.own.Sequential(parent_and_child(impl), parent_and_child(impl))
+
+    def edit(_module, state_dict, *_: object) -> None:
+        state_dict["1.v"] = torch.full((1,), 9.0)
+        state_dict["new"] = torch.zeros(1)
+        del state_dict["0.v"]
+
+    module[0].register_load_state_dict_pre_hook(edit)
+    module.register_load_state_dict_pre_hook(lambda _, state_dict, *__: seen.append(state_dict))
+    result = module.load_state_dict(module.state_dict(), strict=False)
+
+    assert module[1].v.item() == 0.0
+    assert "0.v" in seen[0]
+    assert "new" not in seen[0]
+    assert result == (["0.v"], [])
+
+
 @for_each("position", [5, 6, 7], ids=["missing_keys", "unexpected_keys", "error_msgs"])
 @for_each("strict", [False, True])
 def test_what_a_pre_hook_adds_to_the_lists(strict: bool, position: int) -> None:
