@@ -1,7 +1,7 @@
 """Models of four libraries are bitwise identical inside and outside `modkit.fast_inference`."""
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -148,8 +148,16 @@ def tensors(value: Any) -> Iterator[Tensor]:
             yield from tensors(item)
 
 
-def three_ways(model: torch.nn.Module, compute: Any) -> tuple[Any, Any, Any, bool]:
-    """Compute before, inside and after the scope; return True if the modules are unchanged, too.
+class Ways(NamedTuple):
+    """Comparison of results before, inside and after the scope, and of the modules."""
+
+    inside_is_before: bool = True
+    after_is_before: bool = True
+    modules_are_unchanged: bool = True
+
+
+def three_ways(model: torch.nn.Module, compute: Any) -> Ways:
+    """Compute before, inside and after the scope, and compare.
 
     Some models replace an attribute at each call, such as the anchors of their boxes.
     """
@@ -164,7 +172,7 @@ def three_ways(model: torch.nn.Module, compute: Any) -> tuple[Any, Any, Any, boo
     kept = [member for member in attributes if member[:2] not in replaced]
     unchanged = names == [member[:2] for member in left]
     unchanged &= kept == [member for member in left if member[:2] not in replaced]
-    return before, inside, after, unchanged and entered is model
+    return Ways(before == inside, before == after, unchanged and entered is model)
 
 
 def test_size_of_the_zoo() -> None:
@@ -187,13 +195,11 @@ def test_outputs(entry: Entry) -> None:
     model = entry.build()
     with torch.inference_mode():
         outputs = entry.call(model)
-        before, inside, after, unchanged = three_ways(model, lambda: bits(entry.call(model)))
+        ways = three_ways(model, lambda: bits(entry.call(model)))
 
     assert all(tensor.isfinite().all() for tensor in tensors(outputs))
     assert any(tensor.numel() for tensor in tensors(outputs))
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()
 
 
 def differentiate(entry: Entry, model: torch.nn.Module) -> Any:
@@ -212,11 +218,9 @@ def differentiate(entry: Entry, model: torch.nn.Module) -> Any:
 def test_gradients(entry: Entry) -> None:
     """Outputs and gradients of inputs and parameters are bitwise those of the plain model."""
     model = entry.build()
-    before, inside, after, unchanged = three_ways(model, lambda: differentiate(entry, model))
+    ways = three_ways(model, lambda: differentiate(entry, model))
 
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()
 
 
 @pytest.mark.parametrize("entry", named("timm-vit_tiny_patch16_224", "timm-resnet18"), ids=str)
@@ -241,11 +245,9 @@ def test_autocast(entry: Entry) -> None:
             return bits(entry.call(model))
 
     with torch.no_grad():
-        before, inside, after, unchanged = three_ways(model, compute)
+        ways = three_ways(model, compute)
 
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()
 
 
 @for_each("entry", CHANNELS_LAST, ids=str)
@@ -262,11 +264,9 @@ def test_channels_last(entry: Entry) -> None:
         return bits(outputs), [tensor.stride() for tensor in tensors(outputs)]
 
     with torch.inference_mode():
-        before, inside, after, unchanged = three_ways(model, compute)
+        ways = three_ways(model, compute)
 
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()
 
 
 @for_each("entry", GENERATING, ids=str)
@@ -290,11 +290,9 @@ def test_generation(entry: Entry) -> None:
         return bits([generated["sequences"], *generated["scores"]])
 
     compute()
-    before, inside, after, unchanged = three_ways(model, compute)
+    ways = three_ways(model, compute)
 
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()
 
 
 @for_each("entry", NORMALIZED, ids=str)
@@ -348,8 +346,6 @@ def test_model_on_modkit_around_a_library(library: str) -> None:
 
     model = Scaled(entry.build()).eval()
     with torch.inference_mode():
-        before, inside, after, unchanged = three_ways(model, lambda: bits(entry.call(model)))
+        ways = three_ways(model, lambda: bits(entry.call(model)))
 
-    assert before == inside
-    assert before == after
-    assert unchanged
+    assert ways == Ways()

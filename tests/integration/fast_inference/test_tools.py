@@ -1,8 +1,6 @@
 """Tools that look at classes, hooks and traces find inside `modkit.fast_inference` what they find outside."""
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -120,13 +118,6 @@ def module_tracker(net: torch.nn.Module) -> object:
     finally:
         handle.remove()
     return seen
-
-
-def profiler_names(net: torch.nn.Module) -> object:
-    """List the operators that the profiler sees."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        net(images(1))
-    return [event.name for event in profile.events() if event.name.startswith("aten::")]
 
 
 def captum_attribution(net: torch.nn.Module, method: str) -> object:
@@ -256,24 +247,6 @@ def ema_pytorch_copy(net: torch.nn.Module) -> object:
     return ema(images()), attributes(ema.ema_model)
 
 
-def jit_trace(net: torch.nn.Module) -> object:
-    """Trace with the tracer of TorchScript."""
-    x = images()
-    traced = torch.jit.trace(net, x)
-    return traced(x), [name for name, _ in traced.named_modules()]
-
-
-def copies(net: torch.nn.Module) -> object:
-    """Copy the layers; the copies have the attributes of plain layers.
-
-    The children of a shallow copy are those of the original.
-    """
-    copied, x = [copy.deepcopy(net.body), pickle.loads(pickle.dumps(net.body))], images()
-    shallow = copy.copy(net)
-    seen = [(attributes(each), each(torch.ones(1, 8, 4, 4))) for each in copied]
-    return seen, list(shallow.__dict__), shallow(x)
-
-
 GRADIENTS: Final = ("Saliency", "IntegratedGradients", "InputXGradient")
 RULES: Final = ("DeepLift", "LRP", "GuidedBackprop", "Deconvolution")
 LAYERS: Final = ("LayerGradCam", "LayerConductance", "LayerDeepLift")
@@ -288,7 +261,6 @@ PROBES: Final[dict[str, Callable[[Any], object]]] = {
             fvcore_count,
             torch_flop_counter,
             module_tracker,
-            profiler_names,
             torch_pruning_prune,
             backpack_second_order,
             opacus_samples,
@@ -301,8 +273,6 @@ PROBES: Final[dict[str, Callable[[Any], object]]] = {
             eager_fusion,
             fx_fusion,
             ema_pytorch_copy,
-            jit_trace,
-            copies,
         )
     },
     **{f"ptflops_{name}": partial(ptflops_count, backend=name) for name in ("pytorch", "aten")},

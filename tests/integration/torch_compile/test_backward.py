@@ -52,17 +52,6 @@ def test_hooks_in_a_compiled_backward_pass(forward: bool) -> None:
     assert all(gradient is not None and gradient.count_nonzero() for gradient in gradients)
 
 
-def test_hooks_break_the_graph_without_compiled_autograd() -> None:
-    """Without it, a module with full backward hooks cannot be part of one graph."""
-
-    def scenario(impl: Implementation) -> str:
-        with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
-            backward_pass(impl, register_both, forward=True, backward=False)
-        return str(caught.value).partition("\n")[0]
-
-    assert "require compiled autograd" in agree(scenario)
-
-
 @pytest.mark.parametrize("forward", [False, True], ids=["eager", "compiled"])
 def test_pre_hook_may_return_a_bare_tensor_when_compiled(
     impl: Implementation, forward: bool

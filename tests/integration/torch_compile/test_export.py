@@ -84,24 +84,6 @@ def test_exported_program(network: str, strict: bool) -> None:
     assert any(len(stack) >= 2 for _, stack in program_stacks)
 
 
-def test_decompositions_of_a_network_in_training() -> None:
-    """Running statistics are buffers that the decomposed program updates, under torch's names."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "conv"), make_batch("conv")
-        program = export(net, (batch,)).run_decompositions()
-        module = program.module()
-        mutated = program.graph_signature.buffers_to_mutate
-        return module(batch), dict(mutated), dict(module.named_buffers()), stacks(program)
-
-    output, mutated, buffers, _ = agree(scenario)
-
-    eager = make_net(torch.nn, "conv")
-    torch.testing.assert_close(output, eager(make_batch("conv")))
-    assert "features.1.running_mean" in mutated.values()
-    torch.testing.assert_close(buffers, dict(eager.named_buffers()))
-
-
 def test_called_modules_keep_their_signature() -> None:
     """Unflattened, a program has the hierarchy of the network, and blocks can be replaced."""
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch.nn.utils import parametrize
 
 from tests.helpers import Implementation, freeze, seed_everything
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
@@ -88,64 +87,6 @@ def replaced_parameter(nn: ModuleType, watch: Watch) -> None:
     call(BATCH)
 
 
-def replaced_module(nn: ModuleType, watch: Watch) -> None:
-    """Replace a child by one of the same kind and by one of another, and ``forward``."""
-    net = make_net(nn, "nested")
-    call = watch.compile(net)
-    call(BATCH)
-    net.heads["left"] = nn.Linear(6, 3, bias=False)
-    call(BATCH)
-    net.set_submodule("blocks.0", nn.Identity())
-    call(BATCH)
-    net.forward = lambda x: x.sum(1)
-    call(BATCH)
-
-
-def written_buffers(nn: ModuleType, watch: Watch) -> None:
-    """Write buffers in ``forward``: by assignment, in the registry, and in place."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            for name in ("assigned", "entered", "added"):
-                self.register_buffer(name, torch.zeros(6))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.assigned = self.assigned + x.mean(0)
-            self._buffers["entered"] = self.entered + x.amax(0)
-            self.added += 1
-            return x + self.assigned + self.entered + self.added
-
-    net = Net()
-    call = watch.compile(net)
-    for _ in range(3):
-        call(BATCH)
-    watch.outputs.append(dict(net.named_buffers()))
-
-
-def plain_attributes(nn: ModuleType, watch: Watch) -> None:
-    """Read attributes in ``forward`` that change between the calls, and write one."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.scale, self.flip, self.kind, self.calls = 2.0, False, "relu", 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            x = getattr(nn.functional, self.kind)(self.inner(x)) * self.scale
-            return -x if self.flip else x
-
-    net = Net()
-    call = watch.compile(net)
-    for name, value in {"scale": 3.0, "flip": True, "kind": "silu", "training": False}.items():
-        call(BATCH)
-        setattr(net, name, value)
-    call(BATCH)
-    watch.outputs.append(net.calls)
-
-
 def iteration(nn: ModuleType, watch: Watch) -> None:
     """Walk over parameters, buffers, children and modules in ``forward``."""
 
@@ -168,53 +109,6 @@ def iteration(nn: ModuleType, watch: Watch) -> None:
     call(BATCH)
     net.layers.append(nn.Linear(6, 6))
     call(BATCH)
-
-
-def hooks(nn: ModuleType, watch: Watch) -> None:
-    """Register hooks of each kind, on the network and below it, and remove them."""
-    net = make_net(nn, "nested")
-    call = watch.compile(net)
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        for place in (net, net.blocks[1]):
-            handles = [
-                place.register_forward_hook(lambda _m, _args, out: out * 2),
-                place.register_forward_pre_hook(lambda _m, args: (-args[0],)),
-                place.register_forward_hook(
-                    lambda _m, _args, _kwargs, out: out + 1, with_kwargs=True
-                ),
-            ]
-            call(BATCH)
-            for handle in handles:
-                handle.remove()
-            call(BATCH)
-
-
-def parametrized(nn: ModuleType, watch: Watch) -> None:
-    """Compile a parametrized layer and a weight-normalized one, and take one back."""
-
-    class Symmetric(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return weight.triu() + weight.triu(1).mT
-
-    net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    parametrize.register_parametrization(net[0], "weight", Symmetric())
-    torch.nn.utils.parametrizations.weight_norm(net[1])
-    call = watch.compile(net)
-    call(BATCH)
-    parametrize.remove_parametrizations(net[0], "weight")
-    call(BATCH)
-
-
-def functional_call(nn: ModuleType, watch: Watch) -> None:
-    """Call with other weights inside a compiled function, and take the gradient of one."""
-    net = make_net(nn, "nested")
-    other = {name: p.detach() * 2 for name, p in net.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], x: Tensor) -> Tensor:
-        return torch.func.functional_call(net, weights, (x,)).square().sum()
-
-    watch.compile(loss)(other, BATCH)
-    watch.compile(torch.func.grad(loss))(other, BATCH)
 
 
 def modes(nn: ModuleType, watch: Watch) -> None:
@@ -242,10 +136,7 @@ def compiled_children(nn: ModuleType, watch: Watch) -> None:
     watch.outputs.append(list(net.state_dict()))
 
 
-SCENARIOS: Final = (
-    *(replaced_parameter, replaced_module, written_buffers, plain_attributes, iteration, hooks),
-    *(parametrized, functional_call, modes, compiled_children),
-)
+SCENARIOS: Final = (replaced_parameter, iteration, modes, compiled_children)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -1,19 +1,14 @@
-import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.func import (
     functional_call,
-    grad,
-    stack_module_state,
-    vmap,
 )
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, seed_everything
-from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net
+from tests.integration.networks import NETWORKS, agree, make_batch, make_net
 
 
 def state_of(net: torch.nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -63,23 +58,6 @@ def test_functional_call(network: str) -> None:
     assert not torch.equal(outputs[0], outputs[1])
 
 
-def test_functional_call_with_written_buffers() -> None:
-    """Buffers that ``forward`` writes are taken from, and written to, the given dictionary."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "free"), make_batch("free")
-        given = {"counter": torch.tensor(10), "running": torch.ones(6)}
-        outputs = [functional_call(net, given, (batch,)) for _ in range(2)]
-        return outputs, given, net.counter, net.running
-
-    _, given, counter, running = agree(scenario)
-
-    assert given["counter"] == 12
-    assert not torch.equal(given["running"], torch.ones(6))
-    assert counter == 0
-    assert torch.equal(running, torch.zeros(6))
-
-
 def test_functional_call_ties_weights() -> None:
     """One given weight stands for all names of a tied one, unless that is asked not to be."""
 
@@ -99,69 +77,3 @@ def test_functional_call_ties_weights() -> None:
     assert torch.equal(tied, make_batch("free").relu())
     assert not torch.equal(tied, untied)
     assert torch.equal(both, 2 * tied)
-
-
-@pytest.mark.parametrize(
-    ("given", "strict", "text"),
-    [
-        ({"w": torch.zeros(6)}, True, "Missing key"),
-        ({"w": torch.zeros(6), "nothing": torch.zeros(1)}, True, "Unexpected key"),
-        ({"nothing.weight": torch.zeros(6)}, False, "nothing"),
-    ],
-)
-def test_functional_call_with_wrong_names(
-    impl: Implementation, given: dict[str, Tensor], strict: bool, text: str
-) -> None:
-    """Missing and unknown names are refused, and the module keeps its members."""
-    net, batch = make_net(impl.nn, "free"), make_batch("free")
-    weight = net.w
-    with pytest.raises((RuntimeError, AttributeError), match=text):
-        functional_call(net, given, (batch,), strict=strict)
-
-    assert net.w is weight
-
-
-def test_per_sample_gradients() -> None:
-    """``vmap`` of ``grad`` gives one gradient a sample; their sum is the batch's gradient."""
-
-    def scenario(impl: Implementation) -> dict[str, Tensor]:
-        net, batch = make_net(impl.nn, "conv").eval(), make_batch("conv")
-        parameters, buffers = state_of(net)
-
-        def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
-            return functional_call(net, (weights, buffers), (sample[None],)).square().sum()
-
-        return vmap(grad(loss), in_dims=(None, 0))(parameters, batch)
-
-    samples = agree(scenario)
-
-    net = make_net(torch.nn, "conv").eval()
-    net(make_batch("conv")).square().sum().backward()
-    torch.testing.assert_close({k: v.sum(0) for k, v in samples.items()}, gradients(net))
-
-
-def test_ensemble() -> None:
-    """Several networks stacked into one state run under ``vmap`` like one after the other."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net = make_net(impl.nn, "nested")
-        nets = [net, copy.deepcopy(net), copy.deepcopy(net)]
-        for factor, net in enumerate(nets):
-            with torch.no_grad():
-                net.heads["left"].bias.add_(factor)
-        parameters, buffers = stack_module_state(nets)
-        skeleton = copy.deepcopy(nets[0]).to("meta")
-        batch = make_batch("nested")
-        together = vmap(lambda p, b: functional_call(skeleton, (p, b), (batch,)))(
-            parameters, buffers
-        )
-        together.sum().backward()
-
-        torch.testing.assert_close(together, torch.stack([net(batch) for net in nets]))
-
-        return together, {name: p.grad for name, p in parameters.items()}
-
-    together, grads = agree(scenario)
-
-    assert together.shape == (3, 4, 3)
-    assert grads["heads.left.bias"].shape == (3, 3)

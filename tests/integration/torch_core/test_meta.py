@@ -71,26 +71,6 @@ def test_meta_to_empty_and_load(network: str) -> None:
     assert torch.equal(output, make_net(torch.nn, network).eval()(make_batch(network)))
 
 
-def test_assigning_a_checkpoint_to_meta() -> None:
-    """``load_state_dict(assign=True)`` fills a meta network without allocating twice."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        source = make_net(impl.nn, "conv")
-        with torch.device("meta"):
-            net = make_net(impl.nn, "conv")
-        state = source.state_dict()
-        result = net.load_state_dict(state, assign=True)
-
-        assert net.head.weight.data_ptr() == source.head.weight.data_ptr()
-
-        return str(result), devices(net), net(make_batch("conv"))
-
-    text, where, _ = agree(scenario)
-
-    assert text == "<All keys matched successfully>"
-    assert set(where.values()) == {"cpu"}
-
-
 @for_each("include_buffers", [False, True])
 @for_each("network", NETWORKS)
 def test_patched_registration(network: str, include_buffers: bool) -> None:
@@ -115,24 +95,3 @@ def test_patched_registration(network: str, include_buffers: bool) -> None:
     assert {where[name] for name in names} == {"meta"}
     assert {where[name] for name in where.keys() - names} <= {"meta" if include_buffers else "cpu"}
     assert set(after.values()) == {"cpu"}
-
-
-def test_patched_registration_of_user_classes(impl: Implementation) -> None:
-    """A patch also sees parameters that a user's module assigns, and an override still runs."""
-    seen = []
-
-    class Noting(impl.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.ones(2))
-
-        def register_parameter(self, name: str, param: Any) -> None:
-            seen.append(name)
-            super().register_parameter(name, param)
-
-    with empty_weights(include_buffers=False):
-        net = Noting()
-
-    assert seen == ["w"]
-    assert net.w.is_meta
-    assert not Noting().w.is_meta

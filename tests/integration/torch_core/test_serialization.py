@@ -1,4 +1,3 @@
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -57,49 +56,6 @@ def test_state_dict_file_loads_into_the_other(
     assert freeze(copy_of_net.eval()(make_batch(network))) == freeze(
         net.eval()(make_batch(network))
     )
-
-
-@both_ways
-def test_mapped_file_is_assigned(
-    tmp_path: Path, source: Implementation, target: Implementation
-) -> None:
-    """A memory-mapped file loads with ``assign`` into a network that was built without memory."""
-    net = trained_net(source, "conv")
-    torch.save(net.state_dict(), tmp_path / "net.pt")
-    with torch.device("meta"):
-        empty = make_net(target.nn, "conv")
-    loaded = torch.load(tmp_path / "net.pt", mmap=True, weights_only=True)
-    empty.load_state_dict(loaded, assign=True)
-
-    assert empty.head.weight.data_ptr() == loaded["head.weight"].data_ptr()
-    assert isinstance(empty.head.weight, torch.nn.Parameter)
-    assert freeze(empty(make_batch("conv"))) == freeze(net(make_batch("conv")))
-
-
-@for_each("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
-def test_whole_module_file(
-    tmp_path: Path, impl: Implementation, form: dict[str, dict[str, Any]]
-) -> None:
-    """A network that is saved whole comes back with its classes, state and mode."""
-    net, batch = PICKLABLE[impl.name](), make_batch("free")
-    net(batch)
-    net.eval()
-    torch.save(net, tmp_path / "net.pt", **form["save"])
-    loaded = torch.load(tmp_path / "net.pt", weights_only=False, **form["load"])
-
-    assert type(loaded) is type(net)
-    assert [type(module) for module in loaded.modules()] == [type(m) for m in net.modules()]
-    assert not any(module.training for module in loaded.modules())
-    assert freeze(loaded.state_dict()) == freeze(net.state_dict())
-    assert freeze(loaded(batch)) == freeze(net(batch))
-
-
-def test_whole_module_is_refused_by_default(tmp_path: Path, impl: Implementation) -> None:
-    """Loading a whole module with ``weights_only`` names the class that is not allowed."""
-    torch.save(PICKLABLE[impl.name](), tmp_path / "net.pt")
-
-    with pytest.raises(pickle.UnpicklingError, match=rf"{PICKLABLE[impl.name].__name__}"):
-        torch.load(tmp_path / "net.pt", weights_only=True)
 
 
 def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:

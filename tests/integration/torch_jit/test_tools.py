@@ -1,6 +1,5 @@
 import copy
 import functools
-import io
 import warnings
 
 import pytest
@@ -14,39 +13,6 @@ from tests.processes import python
 
 
 pytestmark = scripted_tests
-
-
-def through(namespace, module, files):
-    """Save with extra files and load again, in one of the two libraries."""
-    buffer = io.BytesIO()
-    namespace.save(module, buffer, _extra_files=files)
-    buffer.seek(0)
-    found = dict.fromkeys([*files, "modkit.json"], "")
-    loaded = namespace.load(buffer, _extra_files=found)
-    return loaded, found
-
-
-@pytest.mark.parametrize("start", ["script", "trace"])
-def test_a_way_through_torch_and_back(start):
-    """Outputs, flags, extra files, buffers beside the state and shared layers come back."""
-    x, net = torch.randn(3, 4), SharedLayer()
-    module = jit.script(net) if start == "script" else jit.trace(net, x)
-    there, files = through(jit, module, {"labels.txt": "cat", "raw": b"\x00\xff"})
-    in_torch, files = through(torch.jit, there, files)
-    wrapped = jit.ScriptModule.from_torch(in_torch)
-    back, files = through(jit, in_torch, files)
-
-    assert torch.equal(back(x), net(x))
-    assert torch.equal(wrapped(x), net(x))
-    assert (wrapped.first is wrapped.second) == (start == "script")
-    assert {n: p.requires_grad for n, p in back.named_parameters()} == {
-        n: p.requires_grad for n, p in module.named_parameters()
-    }
-    assert (files["labels.txt"], files["raw"]) == (b"cat", b"\x00\xff")
-    assert set(back.state_dict()) == set(net.state_dict())
-    assert back.first.weight is back.second.weight
-    assert (back.first is back.second) == (start == "script")
-    assert all(isinstance(p, torch.nn.Parameter) for p in back.parameters())
 
 
 def test_an_archive_loads_in_another_process_with_torch_alone(tmp_path):

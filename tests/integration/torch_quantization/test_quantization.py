@@ -1,4 +1,3 @@
-import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Final
@@ -10,7 +9,7 @@ from torch.ao import quantization as ao
 from torch.ao.quantization import quantize_fx
 
 import modkit.nn
-from tests.helpers import Implementation, freeze, seed_everything
+from tests.helpers import freeze, seed_everything
 
 
 pytestmark = [
@@ -41,26 +40,7 @@ def images(nn: ModuleType) -> torch.nn.Module:
     return Images()
 
 
-def sequences(nn: ModuleType) -> torch.nn.Module:
-    """Build a classifier of sequences with recurrent layers, which are quantized dynamically."""
-
-    class Sequences(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.gru = nn.LSTM(5, 6, batch_first=True), nn.GRU(6, 6, batch_first=True)
-            self.cell = nn.GRUCell(6, 6)
-            self.head = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.gru(self.lstm(x)[0])[0]
-            return self.head(self.cell(x[:, 0], x[:, 1]))
-
-    seed_everything()
-    return Sequences()
-
-
 IMAGES: Final = torch.linspace(-1, 1, 2 * 2 * 6 * 6).reshape(2, 2, 6, 6)
-SEQUENCES: Final = torch.linspace(-1, 1, 2 * 4 * 5).reshape(2, 4, 5)
 TO_FUSE: Final = [["conv", "bn", "relu"], ["head.0", "head.1"]]
 
 
@@ -112,7 +92,6 @@ def train_one_step(net: torch.nn.Module) -> None:
 Quantize = Callable[[torch.nn.Module], torch.nn.Module]
 CASES: Final[dict[str, tuple[Callable[[ModuleType], torch.nn.Module], Quantize, Tensor]]] = {
     "dynamic": (images, dynamic, IMAGES),
-    "dynamic_sequences": (sequences, dynamic, SEQUENCES),
     "static": (images, static, IMAGES),
     "quantization_aware": (images, aware, IMAGES),
     "static_fx": (images, static_fx, IMAGES),
@@ -143,50 +122,3 @@ def test_a_network_is_quantized_as_in_torch(case: str) -> None:
     assert freeze(found(batch)) == freeze(expected(batch))
     assert not torch.equal(found(batch), make(torch.nn).eval()(batch))
     assert found.state_dict().keys() == expected.state_dict().keys()
-
-
-@pytest.mark.parametrize("case", ["static", "quantization_aware"])
-def test_layers_are_fused(case: str, impl: Implementation) -> None:
-    """Convolution, normalization and activation become one quantized layer."""
-    make, quantize, _ = CASES[case]
-
-    net = quantize(make(impl.nn))
-
-    assert ".intrinsic.quantized." in type(net.conv).__module__
-
-
-def test_weights_are_eight_bits(impl: Implementation) -> None:
-    """The weights of a quantized network are stored in eight bits, within half a step of the old."""
-    net = images(impl.nn)
-    before = net.head[0].weight.detach().clone()
-
-    weight = ao.quantize_dynamic(net).head[0].weight()
-
-    assert weight.dtype == torch.qint8
-    assert (weight.dequantize() - before).abs().max() <= weight.q_scale() / 2 + 1e-6
-
-
-def test_qconfig_is_an_attribute(impl: Implementation) -> None:
-    """``qconfig`` of a module is set, read, deleted and copied."""
-    layer = impl.own.Linear(2, 2)
-    absent = hasattr(layer, "qconfig"), hasattr(impl.own.Linear, "qconfig")
-    layer.qconfig = "int8"
-    kept = layer.qconfig, copy.deepcopy(layer).qconfig, "qconfig" in vars(layer)
-    del layer.qconfig
-
-    assert absent == (False, False)
-    assert kept == ("int8", "int8", True)
-    assert not hasattr(layer, "qconfig")
-    with pytest.raises(AttributeError, match="qconfig"):
-        del layer.qconfig
-
-
-def test_subclasses_are_passed_over(impl: Implementation) -> None:
-    """A user's subclass of a layer is not quantized."""
-
-    class Own(impl.nn.Linear):
-        pass
-
-    net = ao.quantize_dynamic(torch.nn.Sequential(Own(2, 2)))
-
-    assert type(net[0]) is Own

@@ -12,7 +12,6 @@ import pydoc
 import re
 import rlcompleter
 import sys
-import traceback
 import typing
 import unittest.mock
 import weakref
@@ -104,105 +103,6 @@ def test_the_page_of_help_documents_the_users_class() -> None:
     assert "extra: int = 2" in str(found)
 
 
-@for_each("asked", ["Block.forward", "Block.__init__", "instance.forward", "module"])
-def test_the_page_of_help_of_a_function(asked: str) -> None:
-    """``help(Net.forward)`` and the page of a user's file are those of torch."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            thing = {
-                "Block.forward": users.Block.forward,
-                "Block.__init__": users.Block.__init__,
-                "instance.forward": users.Block().forward,
-                "module": users,
-            }[asked]
-            text = pydoc.render_doc(thing, renderer=pydoc.plaintext)
-            # The page of a module holds those of its classes, which have a base more.
-            return shown(text).partition("\nCLASSES")[0]
-
-    assert same(scenario)[0] == "returned"
-
-
-def test_names_are_completed() -> None:
-    """The prompt of Python completes the members of a network and of its children."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            completer = rlcompleter.Completer({"net": users.Net(users.Block()), "users": users})
-            return [
-                sorted(set(completer.attr_matches(text)))
-                for text in ("net.", "net.body.", "net.blocks.", "users.")
-            ]
-
-    assert same(scenario)[0] == "returned"
-
-
-def test_a_debugger_steps_through_a_call() -> None:
-    """A breakpoint in ``forward`` stops, prints values, steps into a child and shows the stack."""
-    commands = [
-        "break forward_line",
-        "continue",
-        "where",
-        "args",
-        "p x.shape",
-        "step",
-        "up",
-        "continue",
-    ]
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            net = users.Wide(2)
-            line = inspect.getsourcelines(users.Wide.forward)[1] + 1
-            text = "\n".join(commands).replace("forward_line", f"{users.__file__}:{line}")
-            printed = io.StringIO()
-            debugger = pdb.Pdb(
-                stdin=io.StringIO(f"{text}\n"), stdout=printed, nosigint=True, readrc=False
-            )
-            with contextlib.suppress(Exception):
-                debugger.runcall(net, torch.ones(1, 2))
-            debugger.clear_all_breaks()
-            return re.sub(r"Breakpoint \d+", "Breakpoint", shown(printed.getvalue()))
-
-    trace = sys.gettrace()
-    try:
-        found = same(scenario)
-    finally:
-        sys.settrace(trace)
-
-    assert "self.last(super().forward(x))" in str(found)
-
-
-def test_a_traceback_has_the_frames_of_torch() -> None:
-    """An error in ``forward`` shows the same functions and lines."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            net = users.Net(users.Wide(4, 3))
-            try:
-                net(torch.ones(1, 4))
-            except RuntimeError as error:
-                frames = traceback.extract_tb(error.__traceback__)
-                return [(each.name, each.line) for each in frames[1:]], str(error)
-            return None
-
-    assert same(scenario)[1][0] == "tuple"
-
-
-def test_a_python_profile_counts_the_calls_of_torch() -> None:
-    """CProfile counts each function of the user and of the call path as often."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            net = users.Net(users.Block())
-            profile = cProfile.Profile()
-            profile.runcall(net, torch.ones(1, 4))
-            rows = pstats.Stats(profile, stream=io.StringIO()).stats.items()
-            return sorted((re.sub(".*/", "", file), name, row[0]) for (file, _, name), row in rows)
-
-    assert "forward" in str(same(scenario))
-
-
 def refusal(call: Callable[[], Any]) -> str:
     """Return the type of what a call returns, or the text of its exception."""
     try:
@@ -256,6 +156,58 @@ def test_a_deleted_network_is_freed_at_once(impl: Implementation) -> None:
             assert [each() for each in gone] == [None] * len(gone)
         finally:
             gc.enable()
+
+
+def completed(users: Any) -> Any:
+    """Complete the members of a network and of its children."""
+    completer = rlcompleter.Completer({"net": users.Net(users.Block()), "users": users})
+    return [sorted(set(completer.attr_matches(text))) for text in ("net.", "net.body.", "users.")]
+
+
+def stepped(users: Any) -> Any:
+    """Stop in ``forward``, print values, step into a child and show the stack."""
+    line = inspect.getsourcelines(users.Wide.forward)[1] + 1
+    commands = (
+        f"break {users.__file__}:{line}\ncontinue\nwhere\nargs\np x.shape\nstep\nup\ncontinue\n"
+    )
+    printed = io.StringIO()
+    debugger = pdb.Pdb(stdin=io.StringIO(commands), stdout=printed, nosigint=True, readrc=False)
+    trace = sys.gettrace()
+    try:
+        with contextlib.suppress(Exception):
+            debugger.runcall(users.Wide(2), torch.ones(1, 2))
+    finally:
+        debugger.clear_all_breaks()
+        sys.settrace(trace)
+    return re.sub(r"Breakpoint \d+", "Breakpoint", shown(printed.getvalue()))
+
+
+def profiled(users: Any) -> Any:
+    """Count the calls of each function of the user and of the call path."""
+    profile = cProfile.Profile()
+    profile.runcall(users.Net(users.Block()), torch.ones(1, 4))
+    rows = pstats.Stats(profile, stream=io.StringIO()).stats.items()
+    return sorted((re.sub(".*/", "", file), name, row[0]) for (file, _, name), row in rows)
+
+
+@for_each(
+    ("tool", "text"),
+    [
+        (completed, "load_state_dict"),
+        (stepped, "self.last(super().forward(x))"),
+        (profiled, "forward"),
+    ],
+)
+def test_a_tool_of_python_shows_what_it_shows_in_torch(
+    tool: Callable[[Any], Any], text: str
+) -> None:
+    """Completed names, steps of a debugger and call counts are those of torch."""
+
+    def scenario(impl: Implementation) -> Any:
+        with imported(impl.nn) as users:
+            return tool(users)
+
+    assert text in str(same(scenario))
 
 
 def test_doctests_of_a_users_file(impl: Implementation) -> None:

@@ -1,32 +1,28 @@
-"""Profiles with stacks, memory by category, execution traces and trackers of modules."""
+"""Profiles with stacks, memory by category, traces, and trackers of modules."""
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.mod_tracker import ModTracker
-from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile, record_function
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
 from torch.profiler._memory_profiler import (
     _CATEGORY_TO_INDEX,
     Category,
     MemoryProfileTimeline,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.integration.networks import NETWORKS, make_batch, make_net
-
-
-def step(net: torch.nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Train one step."""
-    optimizer.zero_grad()
-    net(batch).square().mean().backward()
-    optimizer.step()
 
 
 def inside(stack: list[str]) -> list[str]:
@@ -60,49 +56,6 @@ def test_operations_and_their_stacks(name: str) -> None:
     assert "forward" in str(same(scenario))
 
 
-def test_memory_by_category() -> None:
-    """The timeline of memory has as many bytes of parameters, gradients and states of the optimizer."""
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-        optimizer = torch.optim.Adam(net.parameters())
-        with profile(
-            activities=[ProfilerActivity.CPU],
-            profile_memory=True,
-            record_shapes=True,
-            with_stack=True,
-        ) as found:
-            with record_function("step"):
-                step(net, batch, optimizer)
-            step(net, batch, optimizer)
-        _, sizes = MemoryProfileTimeline(found._memory_profile())._coalesce_timeline("cpu")
-        # The most bytes of each category; the first column is for what has none.
-        return [int(max(column)) for column in zip(*sizes, strict=True)]
-
-    largest = [int(value) for _, value in same(scenario)[1][1]]
-    for category in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE):
-        assert largest[_CATEGORY_TO_INDEX[category] + 1] > 0
-
-
-def test_an_execution_trace_has_the_nodes_of_torch(tmp_path: Path) -> None:
-    """The file of ExecutionTraceObserver, which simulators replay, has the same nodes."""
-
-    def scenario(impl: Implementation) -> Any:
-        path = tmp_path / f"{impl}.json"
-        net, batch = make_net(impl.nn, "conv"), make_batch("conv")
-        observer = ExecutionTraceObserver().register_callback(str(path))
-        observer.start()
-        net(batch).sum().backward()
-        observer.stop()
-        observer.unregister_callback()
-        nodes = json.loads(path.read_text())["nodes"]
-        return [
-            (node["name"], node["inputs"]["shapes"], node["outputs"]["shapes"]) for node in nodes
-        ]
-
-    assert "aten::convolution" in str(same(scenario))
-
-
 @for_each("tracker", [ModuleTracker, ModTracker])
 def test_trackers_name_the_modules(tracker: Any) -> None:
     """In the forward and in the backward pass, each operation has the modules of torch."""
@@ -125,32 +78,106 @@ def test_trackers_name_the_modules(tracker: Any) -> None:
     assert "NestedNet.blocks.0.linear" in str(same(scenario))
 
 
-def test_the_memory_tracker_counts_by_module() -> None:
-    """MemTracker counts the memory of each module of a step as in torch."""
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = make_net(impl.nn, "conv"), make_batch("conv")
-        optimizer = torch.optim.Adam(net.parameters())
-        tracker = MemTracker()
-        tracker.track_external(net, optimizer, batch)
-        with tracker:
-            step(net, batch, optimizer)
-        modules = {
-            stats.mod_fqn: str(stats.snapshots) for stats in tracker.memory_tracking.values()
-        }
-        return modules, str(tracker.get_tracker_snapshot("peak"))
-
-    assert "ConvNet.features" in str(same(scenario))
-
-
-def test_debug_mode_records_the_calls_of_modules() -> None:
-    """DebugMode writes the modules and operations of torch."""
-    debug_mode = __import__("torch.utils._debug_mode", fromlist=["DebugMode"])
+# Torch 2.15 records modules with stacks.
+@pytest.mark.filterwarnings("ignore:with_modules is deprecated")
+def test_a_trace_names_the_modules_of_the_user(tmp_path: Path) -> None:
+    """A chrome trace with stacks and modules has an entry for each call of each module."""
 
     def scenario(impl: Implementation) -> Any:
         net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-        with debug_mode.DebugMode(record_nn_module=True) as mode:
+        net.heads["left"].register_forward_hook(lambda _module, _args, output: output * 2)
+        path = tmp_path / f"{impl.name}.json"
+        with profile(
+            activities=[ProfilerActivity.CPU], with_stack=True, with_modules=True
+        ) as found:
             net(batch)
-        return mode.debug_string()
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+        names = (str(event.get("name")) for event in events)
+        return sorted(name for name in names if name.startswith("nn.Module: "))
 
-    assert "NestedNet" in str(same(scenario))
+    found = str(same(scenario))
+
+    for name in ("Block_0", "Block_1", "Linear_3", "NestedNet_0"):
+        assert f"nn.Module: {name}" in found
+
+
+def memory_by_category(net: Any, step: Callable[[], None], file: Path) -> Any:
+    """Return the most bytes of parameters, gradients and states of the optimizer."""
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
+    ) as found:
+        step()
+        step()
+    _, sizes = MemoryProfileTimeline(found._memory_profile())._coalesce_timeline("cpu")
+    # The first column is for what has no category.
+    largest = [int(max(column)) for column in zip(*sizes, strict=True)]
+    categories = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+    return [largest[_CATEGORY_TO_INDEX[each] + 1] > 0 for each in categories], largest
+
+
+def execution_trace(net: Any, step: Callable[[], None], file: Path) -> Any:
+    """Return the nodes of a file that simulators replay."""
+    observer = ExecutionTraceObserver().register_callback(str(file))
+    observer.start()
+    step()
+    observer.stop()
+    observer.unregister_callback()
+    nodes = json.loads(file.read_text())["nodes"]
+    return [(node["name"], node["inputs"]["shapes"], node["outputs"]["shapes"]) for node in nodes]
+
+
+def memory_tracker(net: Any, step: Callable[[], None], file: Path) -> Any:
+    """Return the memory of each module."""
+    tracker = MemTracker()
+    tracker.track_external(net)
+    with tracker:
+        step()
+    modules = tracker.memory_tracking.values()
+    peak = str(tracker.get_tracker_snapshot("peak"))
+    return {stats.mod_fqn: str(stats.snapshots) for stats in modules}, peak
+
+
+def debug_mode(net: Any, step: Callable[[], None], file: Path) -> Any:
+    """Return the modules and operations that DebugMode writes."""
+    modes = __import__("torch.utils._debug_mode", fromlist=["DebugMode"])
+    with modes.DebugMode(record_nn_module=True) as mode:
+        step()
+    return mode.debug_string()
+
+
+def flop_counter(net: Any, step: Callable[[], None], file: Path) -> Any:
+    """Return the number of operations by module, forward and backward."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    counts = counter.get_flop_counts().items()
+    return {name: sorted((str(op), n) for op, n in row.items()) for name, row in counts}
+
+
+@for_each(
+    ("tool", "shown"),
+    [
+        (memory_by_category, str([("bool", "True")] * 3)),
+        (execution_trace, "aten::addmm"),
+        (memory_tracker, "NestedNet.blocks.0"),
+        (debug_mode, "NestedNet"),
+        (flop_counter, "NestedNet.heads.left"),
+    ],
+)
+def test_a_tool_finds_in_a_step_what_it_finds_in_torch(
+    tool: Callable[..., Any], shown: str, tmp_path: Path
+) -> None:
+    """Memory, nodes and operations of a training step are those of torch, by the same modules."""
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
+        optimizer = torch.optim.Adam(net.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+
+        return tool(net, step, tmp_path / f"{impl}.json")
+
+    assert shown in str(same(scenario))

@@ -8,7 +8,6 @@ from torch import nn
 
 X1 = (2, 4, 6)
 X2 = (2, 4, 6, 6)
-X3 = (1, 2, 4, 4, 4)
 ROW = (3, 6)
 
 # The function: what makes a layer that calls it, and the shape of an input.

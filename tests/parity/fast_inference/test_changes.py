@@ -1,6 +1,6 @@
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
-from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS
+from tests.parity.fast_inference.changes import ATTRIBUTES, CONVERSION, STRUCTURE, WEIGHTS, make
 from tests.parity.fast_inference.nets import batch, net, run
 from tests.parity.fast_inference.twins import differing_keys, left_behind, outcome
 from tests.parity.module.module_cases import seed
@@ -26,7 +26,7 @@ def changed(scope, impl, change, between, mode):
         if between:
             seen["before"] = run(model, mode)
         seed()
-        seen["change"] = outcome(lambda: change(model) and None)
+        seen["change"] = outcome(lambda: make(model, change))
         seen["first call"] = run(model, mode)
         seen["other shape"] = run(model, mode, batch(1))
         seen["double"] = run(model, mode, batch().double())
@@ -60,7 +60,7 @@ def test_change_of_a_part_in_scope(change):
         with scope(model.stem), scope(model.blocks[0]), scope(model.head[1]):
             seen["before"] = run(model, "no_grad")
             seed()
-            seen["change"] = outcome(lambda: change(model) and None)
+            seen["change"] = outcome(lambda: make(model, change))
             seen["after the change"] = run(model, "no_grad")
         seen["after the scope"] = run(model, "no_grad")
         seen["members"] = left_behind(model)
@@ -78,13 +78,13 @@ def test_two_changes_in_one_scope(change):
         model = net(MODKIT)
         with scope(model):
             for name in ("setattr", "append"):
-                STRUCTURE[name](model)
+                make(model, STRUCTURE[name])
             seen["before"] = run(model, "no_grad")
             seed()
-            seen["change"] = outcome(lambda: change(model) and None)
+            seen["change"] = outcome(lambda: make(model, change))
             seen["after the change"] = run(model, "no_grad")
             seed()
-            seen["change again"] = outcome(lambda: change(model) and None)
+            seen["change again"] = outcome(lambda: make(model, change))
             seen["after the second change"] = run(model, "no_grad")
         seen["members"] = left_behind(model)
         return seen

@@ -12,7 +12,7 @@ from torch import nn
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, clean_global_hooks
 from tests.parity.fast_inference.layers import FUNCTIONS, input_for
-from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.nets import net, run
 from tests.parity.fast_inference.twins import (
     bits,
     called,
@@ -345,33 +345,6 @@ def test_subclasses(impl):
         return seen
 
     assert differing_keys(scenario) == []
-
-
-def test_user_module_with_its_own_attribute_access(impl):
-    """A user's class that overrides how attributes are read gives the same values inside."""
-
-    class Counted(impl.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.reads = []
-            self.fc = nn.Linear(4, 4)
-            self.register_buffer("shift", torch.ones(4))
-
-        def __getattr__(self, name):
-            self.__dict__["reads"].append(name)
-            return super().__getattr__(name)
-
-        def forward(self, x):
-            return self.fc(x) + self.shift + hasattr(self, "missing")
-
-    def scenario(scope):
-        model = Counted()
-        model.reads.clear()
-        with scope(model):
-            output = model(batch())
-        return output, list(model.reads)
-
-    same_inside(scenario)
 
 
 def test_members_as_a_user_sees_them(impl):

@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cases import for_each
 from tests.helpers import TORCH
 from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
-from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.nets import batch, net
 from tests.parity.fast_inference.twins import (
     bits,
     called,
@@ -179,26 +178,6 @@ def fx_graph(scope, impl):
     return operations(traced.graph), result, list(traced.state_dict()), traced(batch())
 
 
-def fx_graph_of_parts(scope, impl):
-    """Tracing a Sequential, and a graph of all operations, gives the same code inside."""
-
-    class Deep(fx.Tracer):
-        def is_leaf_module(self, module, name):
-            return isinstance(module, (nn.BatchNorm1d, nn.LayerNorm))
-
-    model = net(impl)
-    with scope(model):
-        codes = [fx.symbolic_trace(model.head).code, fx.symbolic_trace(model.stem[0]).code]
-        deep = Deep().trace(model)
-        moved = fx.GraphModule(model, deep)
-        return (
-            codes,
-            operations(deep),
-            moved(batch()),
-            outcome(lambda: fx.symbolic_trace(lambda x: 1)),
-        )
-
-
 def unmangled(graph):
     """Return a graph's text without the numbers that tell equal class names apart."""
     return re.sub(r"___torch_mangle_\d+\.", "", str(graph))
@@ -303,59 +282,14 @@ def compile_and_export(scope, impl):
     return seen, left_behind(model)
 
 
-def function_modes_that_change_results(scope, impl):
-    """A mode that replaces what `F.linear` returns has the same effect inside."""
-
-    class Doubling(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            return result * 2 if function is F.linear else result
-
-    model = net(impl)
-    with scope(model), Doubling():
-        first = run(model, "no_grad")
-    with scope(model):
-        return first, run(model, "no_grad")
-
-
-@pytest.mark.parametrize("default", [torch.float64, torch.float16], ids=str)
-def test_default_dtype_and_device(impl, default):
-    """Another default dtype and device, and other global switches, give the same results inside."""
-
-    def scenario(scope):
-        model, seen = net(impl), []
-        with scope(model):
-            try:
-                torch.set_default_dtype(default)
-                seen.append(run(model, "no_grad"))
-            finally:
-                torch.set_default_dtype(torch.float32)
-            with torch.device("meta"):
-                seen.append(run(model, "no_grad"))
-            with (
-                torch.autograd.set_multithreading_enabled(False),
-                torch.autograd.detect_anomaly(check_nan=False),
-            ):
-                seen.append(run(model))
-        return seen
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = same_inside(scenario)
-
-    assert result[0] == "returned"
-
-
 SCENARIOS = (
     fx_graph,
-    fx_graph_of_parts,
     jit_trace,
     functional_call_inside,
     transforms,
     make_fx_inside,
     forward_gradients_and_checkpointing,
     compile_and_export,
-    function_modes_that_change_results,
 )
 
 

@@ -1,13 +1,9 @@
 """Users' modules inside the block: `forward` is called directly, and whatever torch would notice counts."""
 
-import contextlib
-import copy
-import gc
 import sys
 import traceback
 import types
 import warnings
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -419,60 +415,6 @@ def test_the_profiler_names_modules(impl):
     assert len(outside) - len(inside) >= len(in_containers)
 
 
-def test_no_reference_cycle_is_left(impl):
-    """Users' modules are freed without the collector: after the block, and after an exception in it."""
-
-    def freed(raised):
-        model = user_module(impl)
-        model.inner = user_module(impl)
-        references = [weakref.ref(model), weakref.ref(model.inner)]
-        with contextlib.suppress(ZeroDivisionError), modkit.fast_inference(model):
-            model(batch())
-            references.append(weakref.ref(vars(model)[SLOT]))
-            if raised:
-                raise ZeroDivisionError
-        del model
-        return [reference() is None for reference in references]
-
-    gc.collect()
-    gc.disable()
-    try:
-        found = [freed(raised=False), freed(raised=True)]
-    finally:
-        gc.enable()
-
-    assert found == [[True] * 3] * 2
-
-
-def test_copies_have_no_function(impl):
-    """A copy that is made inside calls itself, and what is set on it has no effect on the original."""
-    model = user_module(impl)
-    with modkit.fast_inference(model):
-        copies = [copy.copy(model), copy.deepcopy(model)]
-        for made in copies:
-            made.forward = types.MethodType(lambda self, x: -x, made)
-        results = [made(batch()).equal(-batch()) for made in copies]
-        own = model(batch()).equal(batch() * 2)
-
-    assert [SLOT in vars(made) for made in copies] == [False, False]
-    assert results == [True, True]
-    assert own
-
-
-def modules_that_are_added_inside(scope, impl):
-    """A module that is assigned inside is called by torch's own path, in the block and after it."""
-    model = user_module(impl, lambda self, x: self.inner(x))
-    model.inner = user_module(impl)
-    with scope(model):
-        first = model(batch())
-        model.inner = user_module(impl, lambda self, x: x - 1)
-        second = model(batch())
-        with scope(model):
-            third = model(batch())
-        model.inner.register_forward_hook(lambda *given: given[-1] * 5)
-        return first, second, third, model(batch()), left_behind(model)[1][2:4]
-
-
 def scripted_inside(scope, impl):
     """`torch.jit.script` of a user's network inside gives the same code."""
     model = net(impl).blocks[0]
@@ -486,7 +428,6 @@ def scripted_inside(scope, impl):
 SCENARIOS = (
     hooks_that_a_call_adds_to_itself,
     a_slow_forward_of_the_class_runs_while_traced,
-    modules_that_are_added_inside,
     scripted_inside,
 )
 

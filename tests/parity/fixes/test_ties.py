@@ -181,17 +181,6 @@ def test_ties_hold_in_recurrent_layers(impl: Implementation) -> None:
     assert root[1].weight_hh_l0 is root[1].all_weights[0][1]
 
 
-def test_each_override_is_asked_for_each_parent(impl: Implementation) -> None:
-    """A shared module that overrides ``_apply`` is asked once for each parent that holds it."""
-    calls = []
-    root = empty(impl)
-    shared = overriding(impl, lambda fn: calls.append(fn) or fn)
-    root.a, root.b = impl.own.Sequential(shared), impl.own.Sequential(shared)
-    root.double()
-
-    assert len(calls) == 2
-
-
 def test_the_next_conversion_starts_afresh(impl: Implementation) -> None:
     """Applying a function again applies it to every tensor again, also after an error."""
     root = empty(impl)

@@ -19,7 +19,7 @@ KEYS = ["v", "c.w", "c.b"]
 
 
 def test_what_hooks_are_given(impl: Implementation) -> None:
-    """Pre-hooks (module, prefix, keep_vars), post-hooks the state and its metadata (rule 31)."""
+    """Pre-hooks (module, prefix, keep_vars), post-hooks the state and its metadata (rule 7)."""
     before: list[Any] = []
     after: list[Any] = []
     module = parent_and_child(impl)
@@ -41,7 +41,7 @@ def test_what_hooks_are_given(impl: Implementation) -> None:
 
 
 def test_order_is_parent_pre_child_pre_child_post_parent_post(impl: Implementation) -> None:
-    """In table order, which private and public post-hooks share (rule 31)."""
+    """In table order, which private and public post-hooks share (rule 7)."""
     log: list[str] = []
     module = parent_and_child(impl)
     for name, target in {"parent": module, "child": module.c}.items():
@@ -55,7 +55,7 @@ def test_order_is_parent_pre_child_pre_child_post_parent_post(impl: Implementati
 
 
 def test_a_pre_hook_changes_the_module_that_is_saved(impl: Implementation) -> None:
-    """It runs before the members are read, and what it returns is ignored (rule 31)."""
+    """It runs before the members are read, and what it returns is ignored (rule 7)."""
     module = parent_and_child(impl)
     module.register_state_dict_pre_hook(lambda module, *_: module.v.data.fill_(7.0))
     module.c.register_state_dict_pre_hook(lambda module, *_: module.register_buffer("n", module.b))
@@ -67,7 +67,7 @@ def test_a_pre_hook_changes_the_module_that_is_saved(impl: Implementation) -> No
 
 
 def test_hooks_with_a_destination_without_metadata(impl: Implementation) -> None:
-    """A plain dict is given no metadata, and hooks get that of the module (rule 31)."""
+    """A plain dict is given no metadata, and hooks get that of the module (rule 7)."""
     seen: list[tuple[object, ...]] = []
     destination: dict[str, object] = {"already": "there"}
     module = parent_and_child(impl)
@@ -83,7 +83,7 @@ def test_hooks_with_a_destination_without_metadata(impl: Implementation) -> None
 @for_each("value", [0, {}, "text", collections.OrderedDict()], ids=repr)
 @for_each("target", ["", "c"])
 def test_public_post_hook_must_return_none(value: object, target: str) -> None:
-    """Any value from a public post-hook is an error, on the root and below (rule 32)."""
+    """Any value from a public post-hook is an error, on the root and below (rule 8)."""
 
     def scenario(impl: Implementation) -> object:
         module = parent_and_child(impl)
@@ -94,7 +94,7 @@ def test_public_post_hook_must_return_none(value: object, target: str) -> None:
 
 
 def test_post_hooks_edit_the_state_dict_in_place(impl: Implementation) -> None:
-    """The dict is the whole one, with all keys that have been written so far (rule 32)."""
+    """The dict is the whole one, with all keys that have been written so far (rule 8)."""
     keys: list[list[str]] = []
     module = parent_and_child(impl)
     module.d = impl.own.Identity()
@@ -112,7 +112,7 @@ def test_post_hooks_edit_the_state_dict_in_place(impl: Implementation) -> None:
 
 
 def test_a_private_hook_may_replace_the_state_dict_of_the_root(impl: Implementation) -> None:
-    """The next hook gets the replacement; that of a child is dropped (rule 32)."""
+    """The next hook gets the replacement; that of a child is dropped (rule 8)."""
     seen: list[tuple[Any, ...]] = []
     module = parent_and_child(impl)
     module.c._register_state_dict_hook(returning({"replaced": 1}))
@@ -130,7 +130,7 @@ def test_a_private_hook_may_replace_the_state_dict_of_the_root(impl: Implementat
 
 @for_each("kind", ["override", "lazy"])
 def test_hooks_run_around_a_save_of_the_modules_own(impl: Implementation, kind: str) -> None:
-    """Also if `_save_to_state_dict` is overridden, or the layer is lazy (rule 33)."""
+    """Also if `_save_to_state_dict` is overridden, or the layer is lazy (rule 9)."""
     log: list[str] = []
 
     class SavesItself(impl.Module):
@@ -148,7 +148,7 @@ def test_hooks_run_around_a_save_of_the_modules_own(impl: Implementation, kind: 
 
 
 def test_a_child_that_overrides_state_dict_is_asked_by_keyword(impl: Implementation) -> None:
-    """With destination, prefix and keep_vars; its hooks run once, around its own members (rule 31)."""
+    """With destination, prefix and keep_vars; its hooks run once, around its own members (rule 7)."""
     received: list[Any] = []
     log: list[str] = []
 

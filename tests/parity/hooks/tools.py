@@ -1,6 +1,5 @@
 """Small hooks and modules that the hook tests share."""
 
-import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -20,17 +19,6 @@ MODULE_REGISTRARS = (
     "_register_load_state_dict_pre_hook",
     "register_load_state_dict_post_hook",
 )
-GLOBAL_REGISTRARS = (
-    "register_module_forward_pre_hook",
-    "register_module_forward_hook",
-    "register_module_full_backward_pre_hook",
-    "register_module_full_backward_hook",
-    "register_module_backward_hook",
-    "register_module_buffer_registration_hook",
-    "register_module_module_registration_hook",
-    "register_module_parameter_registration_hook",
-)
-
 # The order of state-dict hooks, and of load hooks, around a parent and its child.
 PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent pre 1",
@@ -42,9 +30,6 @@ PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent post 1",
     "parent post 2",
 ]
-
-
-Pair = collections.namedtuple("Pair", ["first", "second"])
 
 
 def noting(log: list[Any], note: object) -> Callable[..., None]:
@@ -104,11 +89,3 @@ def leaf(*values: float) -> torch.Tensor:
 def inner_tensor(*values: float) -> torch.Tensor:
     """Make a non-leaf tensor of the values that requires grad."""
     return leaf(*values) * 1
-
-
-def node_name(tensor: torch.Tensor) -> str | None:
-    """Name the autograd node that made the tensor."""
-    return None if tensor.grad_fn is None else tensor.grad_fn.name()
-
-
-WRAPPED = "BackwardHookFunctionBackward"

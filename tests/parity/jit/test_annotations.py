@@ -89,19 +89,7 @@ def interface_of_text(impl):
     return impl.jit.script(Net())(point())
 
 
-SCENARIOS = {
-    scenario.__name__: (scenario, expected)
-    for scenario, expected in [
-        (function_of_text, "returned"),
-        (class_based, "returned"),
-        (interface_of_text, "returned"),
-    ]
-}
-
-
-@for_each("name", SCENARIOS)
-def test_names_in_annotations_resolve_in_the_users_module(name):
+@for_each("scenario", [function_of_text, class_based, interface_of_text])
+def test_names_in_annotations_resolve_in_the_users_module(scenario):
     """Strings, comments and types of this file give what they give in torch."""
-    scenario, expected = SCENARIOS[name]
-
-    assert same(scenario)[0] == expected
+    assert same(scenario)[0] == "returned"

@@ -187,6 +187,14 @@ def test_a_child_in_several_places_is_one(impl, load):
     assert module._c.getattr("first") == module._c.getattr("second")
 
 
+def test_a_child_in_several_places_of_a_module_of_torch_is_one():
+    """A wrapper is made for each compiled child of a module that torch has loaded, and one alone."""
+    loaded = reloaded(TORCH, MODKIT.jit.script(with_a_shared_child(MODKIT)))
+    module = MODKIT.jit.ScriptModule.from_torch(loaded)
+
+    assert module.first is module.second is module.deep[0]
+
+
 @pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
 def test_a_compiled_property_is_read_and_set(impl, load):
     """A property gives its value, and goes through its setter."""

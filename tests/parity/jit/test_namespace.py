@@ -58,12 +58,6 @@ def test_assigning_reaches_torch_but_for_names_of_modkit(monkeypatch):
         jit.compile
 
 
-@for_each("name", [n for n in dir(torch.jit.ScriptModule) if n[:2] != "__"])
-def test_every_member_of_torchs_class_is_there(name):
-    """Each method and property of torch's ScriptModule is one of modkit's."""
-    assert hasattr(jit.ScriptModule, name) or name == "forward"
-
-
 def exporting(impl):
     """Trace a module with an exported method, which torch scripts."""
 

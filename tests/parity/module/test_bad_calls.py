@@ -42,15 +42,6 @@ def test_use_before_init(impl: Implementation, call: str) -> None:
     assert after.entries == []
 
 
-@for_each("value", [1, "text", None, [3]])
-def test_plain_attributes_may_be_set_before_init(impl: Implementation, value: object) -> None:
-    """Plain attributes can be assigned before ``__init__``."""
-    module = unfinished(impl)
-    module.early = value
-
-    assert vars(module) == {"early": value}
-
-
 @for_each(
     "call",
     [

@@ -2,17 +2,18 @@ import abc
 import inspect
 import sys
 import typing
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import Implementation, same
+from tests.helpers import Implementation, freeze, same
 from tests.models import child_leaf, leaf
 
 
-def test_init_does_not_call_the_next_class_by_default(impl: Implementation) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+def test_init_calls_the_next_class_if_it_is_asked_to(impl: Implementation, flag: bool) -> None:
     """Without ``call_super_init`` a mixin behind Module is not initialized."""
 
     class Mixin:
@@ -20,10 +21,12 @@ def test_init_does_not_call_the_next_class_by_default(impl: Implementation) -> N
             self.mixed = True
 
     class Net(impl.Module, Mixin):
+        call_super_init = flag
+
         def __init__(self):
             super().__init__()
 
-    assert not hasattr(Net(), "mixed")
+    assert hasattr(Net(), "mixed") is flag
 
 
 def test_init_passes_arguments_on_with_call_super_init(impl: Implementation) -> None:
@@ -58,6 +61,16 @@ def test_constructor_errors(arguments, flag):
         return list(vars(Net(*args, **keywords)))
 
     assert same(scenario)
+
+
+def test_a_fresh_module_has_the_state_of_torch(impl: Implementation) -> None:
+    """A user's module has the same instance attributes as torch's, in the same order."""
+
+    class Own(impl.Module):
+        pass
+
+    assert list(vars(Own())) == list(vars(torch.nn.Module()))
+    assert freeze(vars(Own())) == freeze(vars(torch.nn.Module()))
 
 
 def test_init_of_torchs_class_leaves_a_working_module(impl: Implementation) -> None:
@@ -95,23 +108,6 @@ def test_an_abstract_module(impl: Implementation) -> None:
     assert Net()(1) == 1
 
 
-def test_a_generic_module(impl: Implementation) -> None:
-    """``Generic`` mixes in, before or after Module."""
-    item = TypeVar("item")
-
-    class After(impl.Module, Generic[item]):
-        pass
-
-    class Before(Generic[item], impl.Module):
-        pass
-
-    module = After[int]()
-    module.child = Before[str]()
-
-    assert isinstance(module, After)
-    assert [name for name, _ in module.named_modules()] == ["", "child"]
-
-
 def test_a_module_with_a_protocol(impl: Implementation) -> None:
     """A module class may implement a protocol explicitly."""
 
@@ -125,10 +121,10 @@ def test_a_module_with_a_protocol(impl: Implementation) -> None:
     assert Net().width() == 3
 
 
-def test_a_module_with_a_metaclass(impl: Implementation) -> None:
-    """A class with a metaclass of its own may derive from Module."""
+def finished_by_metaclass(impl: Implementation, base: type) -> bool:
+    """Make a module of a class whose metaclass marks instances."""
 
-    class Meta(type):
+    class Meta(base):
         def __call__(cls, *args, **keywords):
             instance = super().__call__(*args, **keywords)
             instance.finished = True
@@ -137,22 +133,17 @@ def test_a_module_with_a_metaclass(impl: Implementation) -> None:
     class Net(impl.Module, metaclass=Meta):
         pass
 
-    assert Net().finished is True
+    return Net().finished
+
+
+def test_a_module_with_a_metaclass(impl: Implementation) -> None:
+    """A class with a metaclass of its own may derive from Module."""
+    assert finished_by_metaclass(impl, type)
 
 
 def test_a_metaclass_derived_from_that_of_module(impl: Implementation) -> None:
     """The remedy: the metaclass derives from ``type(nn.Module)``, which in torch is ``type``."""
-
-    class Meta(type(impl.nn.Module)):
-        def __call__(cls, *args, **keywords):
-            instance = super().__call__(*args, **keywords)
-            instance.finished = True
-            return instance
-
-    class Net(impl.Module, metaclass=Meta):
-        pass
-
-    assert Net().finished is True
+    assert finished_by_metaclass(impl, type(impl.nn.Module))
 
 
 def test_the_metaclass_is_type(impl: Implementation) -> None:

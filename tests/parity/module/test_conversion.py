@@ -3,7 +3,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, empty, leaf, tree, with_dtypes
+from tests.models import child_leaf, empty, leaf, network, tensors, with_dtypes
 from tests.parity.module.contents import run, state
 
 
@@ -94,31 +94,6 @@ def test_casting_to_complex_warns_at_the_callers_line(impl: Implementation) -> N
     assert module.steps.dtype is torch.int64
 
 
-@for_each("call", ["m.double()", "m.half()", "m.to(torch.float64)", "m.cpu()"])
-def test_tied_parameters_stay_tied(impl: Implementation, call: str) -> None:
-    """A cast keeps one parameter under two names one object, with one gradient."""
-    module = tree(impl)
-    module.tied.grad = torch.tensor(2.0)
-    run(call, module)
-
-    assert module.tied is module.left.scale
-    assert module.tied.grad.dtype is module.tied.dtype
-    assert module.tied.grad.item() == 2.0
-
-
-def test_a_conversion_is_no_part_of_the_graph():
-    """A graph from before a conversion may still be run backward, in either dtype, or refused."""
-
-    def scenario(impl):
-        module = child_leaf(impl)
-        output = (module.weight * 2).sum()
-        module.double()
-        output.backward()
-        return module.weight, module.weight.grad
-
-    assert same(scenario)[0] == "returned"
-
-
 def test_a_gradient_alone_is_converted(impl: Implementation) -> None:
     """A gradient is cast although its parameter has the dtype already."""
     module = leaf(impl)
@@ -176,23 +151,6 @@ def test_apply_gets_every_tensor_in_torchs_order():
     assert same(scenario)[0] == "returned"
 
 
-def test_a_failing_function_leaves_what_came_later(impl: Implementation) -> None:
-    """The error of the function passes through; tensors after it are not converted."""
-    module = tree(impl)
-
-    def fail(tensor):
-        if tensor.shape == (3,):
-            raise ValueError("of the function")
-        return tensor.double()
-
-    with pytest.raises(ValueError, match="of the function"):
-        module._apply(fail)
-
-    assert module.left.inner.weight.dtype is torch.float64
-    assert module.right.weight.dtype is torch.float32
-    assert module.gain.dtype is torch.float32
-
-
 @for_each("call", ["m.to('cpu')", "m.to(float64)", "m.to(memory_format=channels_last)", "m.half()"])
 def test_what_is_not_a_tensor_cannot_be_converted(call):
     """A number among the parameters is reported by the first attribute that torch asks for."""
@@ -205,7 +163,49 @@ def test_what_is_not_a_tensor_cannot_be_converted(call):
     assert same(scenario)[0] == "raised"
 
 
-@pytest.mark.parametrize("call", ["m.to(torch.complex64)", "m.to(ones(1).to(torch.complex128))"])
-def test_the_text_of_the_complex_warning(call):
-    """The warning about complex modules is torch's."""
-    assert same(lambda impl: run(call, leaf(impl)))[:2] == ("raised", "UserWarning")
+def test_other_operations_that_are_not_implemented():
+    """An error that is not about the meta device has the text of the tensor that raises it."""
+
+    class Odd(torch.Tensor):
+        def to(self, *_):
+            raise NotImplementedError("not for this tensor")
+
+    def scenario(impl):
+        module = empty(impl)
+        module.register_buffer("x", torch.ones(1).as_subclass(Odd))
+        return module.to(torch.float64)
+
+    expected = ("raised", "NotImplementedError", "not for this tensor")
+    assert same(scenario) == expected
+
+
+@pytest.mark.gpu
+def test_cuda_moves_everything_in_place(impl: Implementation) -> None:
+    """On a real device, torch 2.13 keeps the parameter objects and replaces the buffers.
+
+    The page says that parameters become different objects too.
+    """
+    model = network(impl)
+    parameters = [id(p) for p in model.parameters()]
+    buffers = list(model.buffers())
+
+    assert model.cuda(0) is model
+    assert {t.device.type for t in tensors(model)} == {"cuda"}
+    assert [id(p) for p in model.parameters()] == parameters
+    assert {id(b) for b in model.buffers()}.isdisjoint(id(b) for b in buffers)
+    assert model.cpu() is model
+    assert {t.device.type for t in tensors(model)} == {"cpu"}
+
+
+@pytest.mark.gpu
+def test_moving_a_linear_layer_to_an_accelerator_and_back(impl: Implementation) -> None:
+    """The examples of `to` with a device: values go there and come back."""
+    linear = impl.nn.Linear(2, 2)
+    weight = linear.weight.detach().clone()
+    linear.to(torch.device("cuda:0"), dtype=torch.half, non_blocking=True)
+
+    assert (linear.weight.device.type, linear.weight.dtype) == ("cuda", torch.float16)
+
+    linear.to(torch.device("cpu"))
+
+    assert torch.equal(linear.weight, weight.half())

@@ -178,30 +178,6 @@ def test_tensor_subclasses_are_treated_by_the_same_functions(call):
     assert same(scenario)[0] == "returned"
 
 
-@for_each("method", ["float", "double", "half", "bfloat16", "cpu", "to", "type"])
-def test_python_overrides_of_tensor_methods_are_called(method):
-    """A tensor subclass that overrides one method is asked by exactly that method."""
-
-    def scenario(impl):
-        calls = []
-
-        def override(self, *args, **keywords):
-            calls.append((method, [str(arg) for arg in args], sorted(keywords)))
-            return getattr(torch.Tensor, method)(self, *args, **keywords)
-
-        special = type("Special", (torch.Tensor,), {method: override})
-        found = []
-        for call in ("m.float()", "m.double()", "m.half()", "m.bfloat16()", "m.cpu()"):
-            module = child_leaf(impl)
-            module.register_buffer("b", torch.ones(1).as_subclass(special))
-            calls.clear()
-            run(call, module)
-            found.append((call, list(calls)))
-        return found
-
-    assert same(scenario)[0] == "returned"
-
-
 def test_a_wrapper_subclass_is_swapped():
     """A traceable wrapper subclass keeps its object when it is converted."""
     from torch.testing._internal.two_tensor import TwoTensor

@@ -1,33 +1,16 @@
-import functools
 import sys
 import threading
 
 import pytest
 import torch
 
-from tests.helpers import MODKIT, TORCH, Implementation
+from tests.helpers import MODKIT
 from tests.models import chain
 
 
-# A third of Python's default, at which the same search takes a ninth of the time.
+# Far below the depth of the tree: torch, which recurses, ends in a RecursionError.
 RECURSION_LIMIT = 330
-DEEPEST_TRIED = 400
-# How far the depth that is found may be below torch's real limit.
-TOLERANCE = 8
-
-
-def bottom(module: torch.nn.Module) -> str:
-    """Return the dotted path of the innermost module."""
-    depth = 0
-    while "n" in module._modules:
-        module = module._modules["n"]
-        depth += 1
-    return ".".join(["n"] * depth)
-
-
-def checkpoint(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state of a chain, without walking it recursively."""
-    return {bottom(module) + ".weight": torch.ones(1)}
+DEPTH = 1000
 
 
 def save_with_extra_state(module: torch.nn.Module) -> None:
@@ -36,6 +19,7 @@ def save_with_extra_state(module: torch.nn.Module) -> None:
     module.state_dict()
 
 
+CHECKPOINT = {"n." * (DEPTH - 1) + "weight": torch.ones(1)}
 OPERATIONS = {
     "parameters": lambda m: list(m.parameters()),
     "named_parameters": lambda m: list(m.named_parameters()),
@@ -47,16 +31,15 @@ OPERATIONS = {
     "to": lambda m: m.to("cpu", torch.float64),
     "state_dict": lambda m: m.state_dict(),
     "extra_state": save_with_extra_state,
-    "load_state_dict": lambda m: m.load_state_dict(checkpoint(m)),
-    "load_assign": lambda m: m.load_state_dict(checkpoint(m), assign=True),
+    "load_state_dict": lambda m: m.load_state_dict(CHECKPOINT),
+    "load_assign": lambda m: m.load_state_dict(CHECKPOINT, assign=True),
 }
 
 
-def survives(
-    impl: Implementation, operation: str, depth: int, limit: int = RECURSION_LIMIT
-) -> bool:
-    """Return True if the operation ends without RecursionError, from an empty stack."""
-    module = chain(impl, depth)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_modules_go_deeper_than_the_recursion_limit(operation: str) -> None:
+    """Walking, converting, saving and loading do not recurse."""
+    module = chain(MODKIT, DEPTH)
     raised: list[BaseException] = []
 
     def target() -> None:
@@ -65,45 +48,17 @@ def survives(
         except BaseException as error:
             raised.append(error)
 
+    # A thread begins with an empty stack.
     thread = threading.Thread(target=target)
     default = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit)
+    sys.setrecursionlimit(RECURSION_LIMIT)
     try:
         thread.start()
         thread.join()
     finally:
         sys.setrecursionlimit(default)
-    unravel(module)
-    if raised and "maximum recursion depth exceeded" not in str(raised[0]):
-        raise raised[0]
-    return not raised
-
-
-def unravel(module: torch.nn.Module) -> None:
-    """Take a chain apart from the top, so that it is not destroyed recursively."""
+    # From the top, since a chain would be destroyed recursively.
     while module is not None:
         module = module._modules.pop("n", None)
 
-
-@functools.cache
-def deepest(operation: str) -> int:
-    """Return about the greatest depth at which torch survives, up to a limit."""
-    low, high = 50, DEEPEST_TRIED
-    if survives(TORCH, operation, high):
-        return high
-    while high - low > TOLERANCE:
-        middle = (low + high) // 2
-        if survives(TORCH, operation, middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_modkit_goes_as_deep_as_torch(operation: str) -> None:
-    """Where torch manages a tree of some depth under a limit, so does modkit."""
-    depth = deepest(operation)
-
-    assert depth >= 50
-    assert survives(MODKIT, operation, depth)
+    assert raised == []

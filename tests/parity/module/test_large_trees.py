@@ -1,35 +1,15 @@
-import sys
-
 import pytest
 import torch
 
-from tests.helpers import MODKIT, Implementation
-
-
-# Python 3.12 counts more for a walk by generators, and torch reaches its limit earlier.
-NESTING = 800 if sys.version_info[:2] == (3, 12) else 900
-
-
-def layer(impl: Implementation) -> torch.nn.Module:
-    """Make a layer without data."""
-    return impl.own.Linear(1, 1, bias=False, device="meta")
-
-
-def chain(impl: Implementation, depth: int) -> torch.nn.Module:
-    """Nest that many blocks, each of them a layer and the next block."""
-    block = layer(impl)
-    for _ in range(depth - 1):
-        block = impl.own.Sequential(layer(impl), block)
-    return block
+from tests.helpers import MODKIT
 
 
 # A mixture of experts with 671 billion parameters has about 40,000 modules.
-@pytest.mark.parametrize("modules", [4_000, pytest.param(40_000, marks=pytest.mark.slow)])
-def test_thousands_of_modules_load_walk_and_convert(modules):
-    """Every operation runs on every module: on layers side by side, and on chains of 800 blocks."""
-    wide = MODKIT.own.ModuleList(layer(MODKIT) for _ in range(modules // 2))
-    deep = MODKIT.own.ModuleList(chain(MODKIT, 800) for _ in range(modules // 3200))
-    model = MODKIT.own.ModuleList([wide, deep])
+@pytest.mark.parametrize("count", [4_000, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_thousands_of_modules_load_walk_and_convert(count):
+    """Every operation runs on every one of thousands of layers."""
+    layers = (MODKIT.own.Linear(1, 1, bias=False, device="meta") for _ in range(count))
+    model = MODKIT.own.ModuleList(layers)
     state = model.state_dict()
 
     model.half()
@@ -40,26 +20,9 @@ def test_thousands_of_modules_load_walk_and_convert(modules):
 
     members = list(model.modules())
     parameters = dict(model.named_parameters())
-    assert modules * 0.89 < len(members) <= modules + 3
-    assert list(parameters) == list(state)
-    assert len(parameters) == sum(isinstance(m, torch.nn.Linear) for m in members)
+    assert len(members) == count + 1
+    assert list(parameters) == list(state) == [f"{index}.weight" for index in range(count)]
     assert ([], []) == (keys.missing_keys, keys.unexpected_keys)
     assert converted == {torch.float16}
     assert {p.dtype for p in parameters.values()} == {torch.float32}
     assert not any(m.training for m in members)
-
-
-def test_nested_blocks_load_walk_and_convert(impl: Implementation):
-    """A tree of hundreds of nested blocks stays below the recursion limit."""
-    model = chain(impl, NESTING)
-    state = model.state_dict()
-
-    model.to(dtype=torch.float64)
-    model.eval()
-    model.load_state_dict(state)
-
-    assert [name for name, _ in model.named_parameters()] == list(state)
-    assert len(state) == NESTING
-    assert len(list(model.modules())) == 2 * NESTING - 1
-    assert {p.dtype for p in model.parameters()} == {torch.float64}
-    assert not any(m.training for m in model.modules())

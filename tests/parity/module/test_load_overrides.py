@@ -5,7 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, leaf, tree
+from tests.models import child_leaf, tree
 
 
 def logging_class(impl: Implementation, log: list[object], **attributes: object) -> type:
@@ -39,72 +39,35 @@ def logged_tree(impl: Implementation, log: list[object]) -> torch.nn.Module:
     return root
 
 
+# In place of what the save has written; without an entry, a module gets an empty dict.
+METADATA = (
+    *(..., None, {}, {"": {}}),
+    {"": {"version": 1}, "a.x": {"version": 9, "own": 3}},
+    {"a": {"version": 2}, "unknown": {"version": 1}},
+)
+
+
 @for_each("assign", [False, True])
 @for_each("shuffled", [False, True])
 @for_each("extra", [[], ["bogus"], ["a.bogus", "abc.weight", "a.x.y.z"]])
-def test_what_each_module_is_given(extra, shuffled, assign):
+@for_each("metadata", METADATA)
+def test_what_each_module_is_given(metadata, extra, shuffled, assign):
     """Each module gets its own keys, in the given order, its metadata and the shared lists."""
 
     def scenario(impl):
         log = []
         module = logged_tree(impl, log)
-        state = module.state_dict()
+        saved = module.state_dict()
         for key in extra:
-            state[key] = torch.ones(1)
-        if shuffled:
-            metadata = state._metadata
-            state = collections.OrderedDict(reversed(state.items()))
-            state._metadata = metadata
+            saved[key] = torch.ones(1)
+        items = reversed(saved.items()) if shuffled else saved.items()
+        state = collections.OrderedDict(items)
+        if metadata is not None:
+            state._metadata = saved._metadata if metadata is ... else metadata
         result = module.load_state_dict(state, strict=False, assign=assign)
         return log, result
 
     assert same(scenario)[0] == "returned"
-
-
-@for_each(
-    "metadata",
-    [
-        None,
-        {},
-        {"": {}},
-        {"": {"version": 1}, "a.x": {"version": 9, "own": 3}},
-        {"a": {"version": 2}, "unknown": {"version": 1}},
-    ],
-)
-def test_the_metadata_that_each_module_is_given(metadata):
-    """Without metadata, or without an entry, a module gets an empty dict."""
-
-    def scenario(impl):
-        log = []
-        module = logged_tree(impl, log)
-        state = collections.OrderedDict(module.state_dict())
-        if metadata is not None:
-            state._metadata = metadata
-        module.load_state_dict(state)
-        return [(prefix, given) for prefix, _, _, given, _ in log]
-
-    assert same(scenario)[0] == "returned"
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_error_messages_of_an_override_raise(strict):
-    """Entries in ``error_msgs`` raise in any case, before or after the lists of keys."""
-
-    def scenario(impl):
-        class Complaining(impl.Module):
-            def _load_from_state_dict(
-                self, state_dict, prefix, meta, flag, missing, unexpected, errors
-            ):
-                errors.append(f"complaint of {prefix}")
-                missing.append(prefix + "made up")
-                unexpected.append(prefix + "surplus")
-
-        root = Complaining()
-        root.child = Complaining()
-        root.leaf = leaf(impl)
-        return root.load_state_dict({"leaf.weight": torch.ones(1)}, strict=strict)
-
-    assert same(scenario)[0] == "raised"
 
 
 def test_a_child_that_is_added_during_the_load():
@@ -139,6 +102,7 @@ def test_loading_one_module_by_hand():
             state = {
                 "p.weight": torch.zeros(2, 3),
                 "p.bogus": 1,
+                "p._extra_state": 4,
                 "other": 2,
                 "p.mean": torch.ones(1),
             }

@@ -47,6 +47,7 @@ def test_the_tensors_share_memory_and_are_detached(impl: Implementation) -> None
     assert state["gain"].data_ptr() == module.gain.data_ptr()
     assert not any(tensor.requires_grad for tensor in state.values())
     assert type(state["gain"]) is torch.Tensor
+    assert state["right.mean"] is not module.right.mean
     assert kept["gain"] is module.gain
     assert kept["right.mean"] is module.right.mean
 
@@ -193,53 +194,6 @@ def test_one_of_the_extra_state_methods_alone(methods):
         return list(state), loaded
 
     assert same(scenario)[0] == "returned"
-
-
-def test_an_override_of_save_to_state_dict(impl: Implementation) -> None:
-    """``_save_to_state_dict`` is called per module with positional arguments."""
-    log = []
-
-    class Own(impl.Module):
-        def _save_to_state_dict(self, destination, prefix, keep_vars):
-            log.append((prefix, keep_vars))
-            super()._save_to_state_dict(destination, prefix, keep_vars)
-            destination[prefix + "surplus"] = 3
-
-    root = Own()
-    root.child, root.other = Own(), child_leaf(impl)
-    root.weight = torch.nn.Parameter(torch.ones(1))
-    state = root.state_dict(prefix="p.", keep_vars=True)
-
-    assert log == [("p.", True), ("p.child.", True)]
-    assert list(state) == ["p.weight", "p.surplus", "p.child.surplus", "p.other.weight"]
-
-
-def test_an_override_of_state_dict_in_a_child(impl: Implementation) -> None:
-    """A child's ``state_dict`` is called with keywords, and its return value is not used."""
-    log = []
-
-    class Own(impl.Module):
-        def state_dict(self, *args, destination=None, prefix="", keep_vars=False):
-            log.append((args, destination is not None, prefix, keep_vars))
-            destination[prefix + "own"] = torch.ones(1)
-            return {"ignored": 1}
-
-    root = child_leaf(impl)
-    root.own, root.last = Own(), child_leaf(impl)
-
-    assert list(root.state_dict()) == ["weight", "own.own", "last.weight"]
-    assert log == [((), True, "own.", False)]
-
-
-def test_two_results_are_independent(impl: Implementation) -> None:
-    """Each call builds a new dict with metadata of its own."""
-    module = tree(impl)
-    first, second = module.state_dict(), module.state_dict()
-    first.pop("gain")
-    first._metadata[""]["version"] = 7
-
-    assert "gain" in second
-    assert second._metadata[""] == {"version": 1}
 
 
 def test_extra_state_methods_of_an_instance_are_ignored(impl: Implementation) -> None:

@@ -163,6 +163,7 @@ def test_members_do_not_look_ahead(impl: Implementation, method: str) -> None:
         "[m.right.register_buffer(n + 'x', ones(1)) for n, _ in m.right.named_buffers()]",
         "[m.register_parameter(n + 'x', Parameter(ones(1))) for n, _ in m.named_parameters()]",
         "[m.add_module('x', Identity()) for _ in m.parameters()]",
+        "[m.register_parameter('x', Parameter(ones(1))) for _ in m.parameters()]",
         "[delattr(m, n) for n, _ in m.named_children()]",
         "[delattr(m, 'right') for n, _ in m.named_modules() if n == 'right']",
         "m.apply(lambda module: m.add_module('x', Identity()))",
@@ -192,20 +193,6 @@ def test_walks_of_a_cycle_end(impl: Implementation, call: str) -> None:
     module.itself = module
 
     assert len(list(run(call, module))) == count
-
-
-@for_each(
-    "call",
-    ["m.train()", "m.float()", "m.state_dict()", "repr(m)", "m.apply(id)", "m.load_state_dict({})"],
-)
-def test_operations_on_a_cycle_end_in_a_recursion_error(impl: Implementation, call: str) -> None:
-    """A walk over every path of a cycle raises an error that names the cause."""
-    module = tree(impl)
-    module.left.inner.back = module
-    with pytest.raises(RecursionError):
-        run(call, module)
-
-    assert module.left.inner.back is module
 
 
 def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None:
@@ -355,14 +342,3 @@ def test_modules_names_an_override_below_children_without_names(impl, names) -> 
     list(root.named_modules())
 
     assert prefixes[0] == prefixes[1] == ".".join([*names, "own"]).lstrip(".")
-
-
-def test_a_cycle_with_duplicates_kept_ends_in_a_recursion_error(impl: Implementation) -> None:
-    """Keeping duplicates on a cycle yields each module once around, and cannot end well."""
-    module = tree(impl)
-    module.left.inner.back = module
-    walk = module.named_modules(remove_duplicate=False)
-
-    assert [next(walk)[0] for _ in range(3)] == ["", "left", "left.inner"]
-    with pytest.raises(RecursionError):
-        list(walk)

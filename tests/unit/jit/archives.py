@@ -11,29 +11,6 @@ import torch
 from torch import Tensor
 
 
-class Restored(torch.nn.Module):
-    """A module with code that runs while it is loaded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.full((4,), 2.0))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Scale the inputs."""
-        return inputs * self.scale
-
-    @torch.jit.export
-    def __getstate__(self) -> tuple[Tensor, bool]:
-        """Return what is saved."""
-        return (self.scale, self.training)
-
-    @torch.jit.export
-    def __setstate__(self, state: tuple[Tensor, bool]) -> None:
-        """Take what was saved."""
-        self.scale = state[0]
-        self.training = state[1]
-
-
 class Net(torch.nn.Module):
     """A network with parameters, buffers, tied weights, collections and a constant."""
 
