@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from modkit.cli._commands import commands
+from modkit.compat import model
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
@@ -17,6 +18,7 @@ from modkit.compat.model import Target, TargetError, build, failed, inputs_of, p
 from modkit.compat.outcomes import difference, outcome
 from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
+from tests.processes import context
 
 
 SCRIPT = """
@@ -54,6 +56,12 @@ def number():
 
 constant = 1
 """
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of a comparison from one that has imported torch."""
+    monkeypatch.setattr(model.multiprocessing, "get_context", lambda _: context())
 
 
 def invoke(*arguments: object) -> click.testing.Result:
@@ -123,6 +131,7 @@ def test_where_two_outcomes_differ() -> None:
     assert difference(one, one) is None
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check of a model is in the table; the title names classes that were not swapped."""
     (tmp_path / "heads.py").write_text("import torch\n\nclass Head(torch.nn.Linear):\n    pass\n")
@@ -169,6 +178,7 @@ def test_torch_itself_is_not_rewritten() -> None:
     assert after.ru_utime - before.ru_utime < 12
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_model_that_differs(script: Path) -> None:
     """The differing checks are named, and the exit status is 1."""
     found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json")
@@ -180,6 +190,7 @@ def test_a_model_that_differs(script: Path) -> None:
     assert (kinds["output in evaluation mode"], kinds["state dict"]) == ("unlisted", "equal")
 
 
+@pytest.mark.usefixtures("_forked")
 def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
     """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
     page = tmp_path / "a.html"
@@ -211,6 +222,7 @@ def test_what_fails(check: str, kind: str, expected: bool) -> None:
     assert failed([found]) is expected
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_model_that_raises(script: Path) -> None:
     """The error of the user's code is one line, and no traceback."""
     found = invoke(f"{script}:raises")
@@ -245,12 +257,12 @@ def test_only_the_swapped_package_is_rewritten(script: Path) -> None:
     """Classes of the package derive from modkit's Module; its lines keep their numbers."""
     target = Target(f"{script}:Net", inputs=["2,3"])
     sys.meta_path.insert(0, SwappedImports(packages_of(target)))
-    model = build(target)
+    net = build(target)
 
     line = SCRIPT[: SCRIPT.index("def forward")].count("\n") + 1
-    assert Module in type(model).__mro__
-    assert type(model).forward.__code__.co_firstlineno == line
-    assert inputs_of(target, model)[0][0].shape == (2, 3)
+    assert Module in type(net).__mro__
+    assert type(net).forward.__code__.co_firstlineno == line
+    assert inputs_of(target, net)[0][0].shape == (2, 3)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,10 @@ from modkit.compat.suite import (
 )
 from modkit.compat.swapped_imports import SwappedImports
 from tests.divergences import ROWS
+from tests.processes import python
 
 
+PYTEST = "import os, sys, pytest; sys.path.insert(0, os.getcwd()); sys.exit(pytest.main(sys.argv[1:]))"
 PASSED, FAILED = Outcome("passed"), Outcome("failed", "ValueError", "no")
 NETWORK = """
 import torch
@@ -127,11 +129,25 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def _forked(monkeypatch):
+    """Fork the processes of a suite from one that has imported torch."""
+
+    def wait(command, suite, environment, folder, progress):
+        log = folder / "log.txt"
+        found = python(PYTEST, *command[3:], env=environment, stdout=log)
+        log.write_text(log.read_text() + found.stderr)
+        return found.returncode
+
+    monkeypatch.setattr(suites, "_wait", wait)
+
+
 def invoke(*arguments):
     """Run the command, and return what it printed and with which status it ended."""
     return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_is_compared_test_by_test(project):
     """Each difference is repeated, and one that is listed or unsteady is not an error by itself."""
     before = {file: file.read_bytes() for file in project.rglob("*.py")}
@@ -155,7 +171,7 @@ def test_a_suite_is_compared_test_by_test(project):
 
 def test_equal_suites_succeed(project):
     """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
-    result = invoke("--tests", "tests/test_network.py", "-n", "2", "--", "-k", "equal or both")
+    result = invoke("--tests", "tests/test_network.py", "-n", "1", "--", "-k", "equal or both")
 
     assert result.exit_code == 0
     assert "2 equal, 0 differing" in result.stdout
@@ -175,7 +191,7 @@ def test_equal_suites_succeed(project):
         (["--tests", "tests", "--", "-k", "nothing"], "pytest ended with status 5 on torch"),
     ],
 )
-@pytest.mark.usefixtures("project")
+@pytest.mark.usefixtures("project", "_forked")
 def test_errors(arguments, text):
     """A suite that cannot be run is an error of status 2, with the last lines of pytest."""
     result = invoke(*arguments)
@@ -184,6 +200,7 @@ def test_errors(arguments, text):
     assert text in result.stderr
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_without_torch_is_an_error(project):
     """If nothing would change, nothing is compared; the error names the option for other packages."""
     (project / "tests/conftest.py").unlink()
@@ -194,6 +211,7 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_that_does_not_run_is_an_error(project):
     """Tests that cannot be collected on torch would be equal on both sides."""
     (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
