@@ -192,8 +192,8 @@ def test_output_that_cannot_be_written(
 ) -> None:
     """A closed pipe is not an error and hides none, a full disk is one line."""
     paths = [tmp_path / name for name in ("net.pt", "other.pt", "empty.pt")]
-    torch.save({f"{n}": torch.ones(1) for n in range(2_000)}, paths[0])
-    torch.save({f"{n}": torch.ones(2) for n in range(2_000)}, paths[1])
+    torch.save({f"{n}": torch.ones(1) for n in range(300)}, paths[0])
+    torch.save({f"{n}": torch.ones(2) for n in range(300)}, paths[1])
     paths[2].touch()
     done = python(f"{why}{MAIN}", *line.format(*paths).split())
 

@@ -10,7 +10,6 @@ import pytest
 from torch import nn
 
 from modkit.cli._commands import commands
-from modkit.compat import model
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
@@ -18,7 +17,6 @@ from modkit.compat.model import Target, TargetError, build, failed, inputs_of, p
 from modkit.compat.outcomes import difference, outcome
 from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
-from tests.processes import context
 
 
 SCRIPT = """
@@ -56,12 +54,6 @@ def number():
 
 constant = 1
 """
-
-
-@pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of a comparison from one that has imported torch."""
-    monkeypatch.setattr(model.multiprocessing, "get_context", lambda _: context())
 
 
 def invoke(*arguments: object) -> click.testing.Result:
@@ -131,7 +123,7 @@ def test_where_two_outcomes_differ() -> None:
     assert difference(one, one) is None
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_models")
 def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every check of a model is in the table; the title names classes that were not swapped."""
     (tmp_path / "heads.py").write_text("import torch\n\nclass Head(torch.nn.Linear):\n    pass\n")
@@ -178,7 +170,7 @@ def test_torch_itself_is_not_rewritten() -> None:
     assert after.ru_utime - before.ru_utime < 12
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_models")
 def test_a_model_that_differs(script: Path) -> None:
     """The differing checks are named, and the exit status is 1."""
     found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json")
@@ -190,7 +182,7 @@ def test_a_model_that_differs(script: Path) -> None:
     assert (kinds["output in evaluation mode"], kinds["state dict"]) == ("unlisted", "equal")
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_models")
 def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
     """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
     page = tmp_path / "a.html"
@@ -222,7 +214,7 @@ def test_what_fails(check: str, kind: str, expected: bool) -> None:
     assert failed([found]) is expected
 
 
-@pytest.mark.usefixtures("_forked")
+@pytest.mark.usefixtures("forked_models")
 def test_a_model_that_raises(script: Path) -> None:
     """The error of the user's code is one line, and no traceback."""
     found = invoke(f"{script}:raises")

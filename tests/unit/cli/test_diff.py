@@ -316,14 +316,14 @@ def test_a_dtype_whose_values_are_unknown(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_comparison(tmp_path: Path) -> None:
-    """Two tensors are in memory at most; each file has 40 of them."""
+    """Two tensors are in memory at most; each file has 16 of them."""
     files = [tmp_path / "a.pt", tmp_path / "b.safetensors"]
-    torch.save({f"{n}": torch.full((2_500_000,), 1.0) for n in range(40)}, files[0])
-    save_file({f"{n}": torch.full((2_500_000,), 1.5) for n in range(40)}, files[1])
+    torch.save({f"{n}": torch.full((2_500_000,), 1.0) for n in range(16)}, files[0])
+    save_file({f"{n}": torch.full((2_500_000,), 1.5) for n in range(16)}, files[1])
     # 1.5 is equal to 1 with this tolerance: the command ends with the status 0.
     peak = peak_of_command(["diff", *map(str, files), "--values", "--rtol", "0.4"])
 
-    # Both files have 800 MB; a tensor has 10 MB, and the pieces in 64 bits have some more.
+    # Both files have 320 MB; a tensor has 10 MB, and the pieces in 64 bits have some more.
     assert peak < 80e6
 
 

@@ -156,6 +156,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked_models")
 @for_each("line", LINES)
 def test_a_wrong_input_is_one_line(folder: Path, monkeypatch, line: str) -> None:
     """The status is 1 or 2, the error is one printable line, and nothing is written or executed."""

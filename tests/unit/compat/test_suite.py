@@ -34,7 +34,9 @@ from tests.divergences import ROWS
 from tests.processes import python
 
 
-PYTEST = "import os, sys, pytest; sys.path.insert(0, os.getcwd()); sys.exit(pytest.main(sys.argv[1:]))"
+PYTEST = (
+    "import os, sys, pytest; sys.path.insert(0, os.getcwd()); sys.exit(pytest.main(sys.argv[1:]))"
+)
 PASSED, FAILED = Outcome("passed"), Outcome("failed", "ValueError", "no")
 NETWORK = """
 import torch
