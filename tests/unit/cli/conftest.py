@@ -1,4 +1,4 @@
-"""What the tests of several commands need."""
+"""Fixtures of several commands."""
 
 import pytest
 

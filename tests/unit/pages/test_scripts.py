@@ -68,7 +68,7 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 
 def test_the_first_block_of_a_page_is_a_script(tmp_path):
-    """What a reader runs first ends without the later blocks."""
+    """The blocks with which readers begin do not need the later ones, not even to end."""
     scripts = []
     for name, blocks in pages():
         folder = tmp_path / name
