@@ -171,6 +171,7 @@ def test_a_suite_is_compared_test_by_test(project):
     assert {file: file.read_bytes() for file in project.rglob("*.py")} == before
 
 
+@pytest.mark.usefixtures("_forked")
 def test_equal_suites_succeed(project):
     """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
     result = invoke("--tests", "tests/test_network.py", "-n", "1", "--", "-k", "equal or both")
@@ -213,7 +214,6 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
-@pytest.mark.usefixtures("_forked")
 def test_a_suite_that_does_not_run_is_an_error(project):
     """Tests that cannot be collected on torch would be equal on both sides."""
     (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
