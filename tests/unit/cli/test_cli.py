@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
@@ -17,18 +16,13 @@ import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
 from modkit.cli import average, compat, convert, diff, inspect, migrate, verify
-from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
+from tests.unit.cli.command_line import invoke
 
 
 NAMES = ("average", "compat", "convert", "diff", "inspect", "migrate", "verify")
 MAIN = "from modkit.__main__ import main; main()"
-
-
-def invoke(*arguments: object) -> click.testing.Result:
-    """Run a command line and return its output and exit status."""
-    return click.testing.CliRunner().invoke(commands, [*map(str, arguments)])
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """The command ``compat``: the shared behaviours, and a user's model."""
 
+import functools
 import json
 import sys
 from pathlib import Path
 
-import click.testing
 import pytest
 from torch import nn
 
-from modkit.cli._commands import commands
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
@@ -16,8 +15,10 @@ from modkit.compat.model import Target, TargetError, build, failed, inputs_of, p
 from modkit.compat.outcomes import difference, outcome
 from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
+from tests.unit.cli.command_line import invoke
 
 
+run = functools.partial(invoke, "compat")
 SCRIPT = """
 import torch
 from torch import nn
@@ -55,11 +56,6 @@ constant = 1
 """
 
 
-def invoke(*arguments: object) -> click.testing.Result:
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
-
-
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a script with models, and forget after the test that it was imported."""
@@ -75,10 +71,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_behaviours_of_an_area(tmp_path: Path) -> None:
     """The JSON, the page and the table have the counts; the table has no listed differences."""
-    found = invoke("--area", "conversion", "--json", "--html", tmp_path / "a.html")
+    found = run("--area", "conversion", "--json", "--html", tmp_path / "a.html")
     report = json.loads(found.stdout)
     page = (tmp_path / "a.html").read_text(encoding="utf-8")
-    table = invoke("--area", "conversion").stdout
+    table = run("--area", "conversion").stdout
 
     cases = len(areas()["conversion"])
     assert (found.exit_code, report["areas"]["conversion"]["cases"]) == (0, cases)
@@ -94,12 +90,12 @@ def test_behaviours_of_an_area(tmp_path: Path) -> None:
 def test_an_unlisted_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exit status is 1, and the report shows what each library does."""
     monkeypatch.setattr(runner, "areas", lambda: {"members": {"a name": lambda lib: [1, lib.name]}})
-    found = invoke("--area", "members", "--json")
+    found = run("--area", "members", "--json")
 
     assert found.exit_code == 1
     (result,) = json.loads(found.stdout)["results"]
     assert (result["kind"], result["torch"]) == ("unlisted", "returns [1, 'torch']")
-    assert "/1/1 " in invoke("--area", "members").output
+    assert "/1/1 " in run("--area", "members").output
 
 
 @pytest.mark.parametrize("given", [("torch", "torch"), (1, "modkit"), ("torch", 1)], ids=str)
@@ -136,7 +132,7 @@ def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "        return self.head(x)\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = invoke("whole.py:Whole", "--kwargs", '{"width": 2}', "--html", "a.html")
+    found = run("whole.py:Whole", "--kwargs", '{"width": 2}', "--html", "a.html")
 
     assert found.exit_code == 0
     made = "called with float32 (2, 3), made for its first layers"
@@ -157,7 +153,7 @@ def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_torch_itself_is_not_rewritten() -> None:
     """A layer of torch is modkit's too, so nothing is swapped; a line says what is done."""
     swapped = SwappedImports(packages_of(Target("torch.nn:Linear")))
-    found = invoke("torch.nn:Linear", "--args", "[3, 4]", "--json")
+    found = run("torch.nn:Linear", "--args", "[3, 4]", "--json")
 
     report = json.loads(found.stdout)
     assert (found.exit_code, report["areas"]["all"]["equal"]) == (0, 12)
@@ -172,7 +168,7 @@ def test_torch_itself_is_not_rewritten() -> None:
 @pytest.mark.usefixtures("forked_models")
 def test_a_model_that_differs(script: Path) -> None:
     """The differing checks are named, and the exit status is 1."""
-    found = invoke(f"{script}:Different", "--input", f"{script}:inputs", "--json")
+    found = run(f"{script}:Different", "--input", f"{script}:inputs", "--json")
 
     report = json.loads(found.stdout)
     kinds = {each["case"]: each["kind"] for each in report["results"]}
@@ -185,7 +181,7 @@ def test_a_model_that_differs(script: Path) -> None:
 def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
     """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
     page = tmp_path / "a.html"
-    found = invoke(f"{script}:Net", "--input", "2,5", "--json", "--html", page)
+    found = run(f"{script}:Net", "--input", "2,5", "--json", "--html", page)
 
     report = json.loads(found.stdout)
     kinds = {each["case"]: each["kind"] for each in report["results"]}
@@ -215,7 +211,7 @@ def test_what_fails(check: str, kind: str, expected: bool) -> None:
 
 def test_a_model_that_raises(script: Path) -> None:
     """The error of the user's code is one line, and no traceback."""
-    found = invoke(f"{script}:raises")
+    found = run(f"{script}:raises")
 
     expected = "the model cannot be built on torch: ValueError: of the user\\nin two lines"
     doing = f"building {script}:raises on torch and on modkit, and comparing"

@@ -1,12 +1,12 @@
 """The command ``convert``: formats, dtypes and shards, streamed and atomic."""
 
+import functools
 import itertools
 import json
 import os
 from collections import OrderedDict
 from pathlib import Path
 
-import click.testing
 import pytest
 import safetensors
 import torch
@@ -14,22 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from modkit import migrations as mig
-from modkit.cli._commands import commands
 from modkit.files import verify
 from modkit.files.tensor_files import Checkpoint
 from tests.processes import peak_of_command, python
+from tests.unit.cli.command_line import invoke
 from tests.unit.files.test_inspect import scripted
 
 
+run = functools.partial(invoke, "convert")
 State = dict[str, Tensor]
 MAIN = "from modkit.__main__ import main; main()"
 SUFFIXES = ("pt", "bin", "safetensors")
 both_formats = pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-
-
-def run(*arguments: object) -> click.testing.Result:
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["convert", *map(str, arguments)])
 
 
 def state() -> State:

@@ -1,28 +1,24 @@
 """The command ``diff``: names, shapes, dtypes and values of two checkpoints."""
 
+import functools
 import json
 import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modkit.cli._commands import commands
 from modkit.cli.diff import Difference, largest_difference
 from tests.processes import peak_of_command
+from tests.unit.cli.command_line import invoke
 
 
+run = functools.partial(invoke, "diff")
 State = dict[str, Tensor]
-
-
-def run(*arguments: object) -> click.testing.Result:
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["diff", *map(str, arguments)])
 
 
 def report(*arguments: object) -> dict[str, Any]:

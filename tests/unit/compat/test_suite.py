@@ -10,11 +10,9 @@ import sys
 import time
 import types
 
-import click.testing
 import pytest
 import torch
 
-from modkit.cli._commands import commands
 from modkit.compat import suite as suites
 from modkit.compat.suite import (
     LISTED,
@@ -32,6 +30,7 @@ from modkit.compat.suite import (
 from modkit.compat.swapped_imports import SwappedImports
 from tests.divergences import ROWS
 from tests.processes import python
+from tests.unit.cli.command_line import invoke
 
 
 PYTEST = (
@@ -144,16 +143,11 @@ def _forked(monkeypatch):
     monkeypatch.setattr(suites, "_wait", wait)
 
 
-def invoke(*arguments):
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
-
-
 @pytest.mark.usefixtures("_forked")
 def test_a_suite_is_compared_test_by_test(project):
     """Each difference is repeated, and one that is listed or unsteady is not an error by itself."""
     before = {file: file.read_bytes() for file in project.rglob("*.py")}
-    result = invoke("--tests", "tests", "--json")
+    result = invoke("compat", "--tests", "tests", "--json")
     report = json.loads(result.stdout)
     differing = {each["test"].partition("::")[2]: each for each in report["differing"]}
 
@@ -174,7 +168,9 @@ def test_a_suite_is_compared_test_by_test(project):
 @pytest.mark.usefixtures("_forked")
 def test_equal_suites_succeed(project):
     """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
-    result = invoke("--tests", "tests/test_network.py", "-n", "1", "--", "-k", "equal or both")
+    result = invoke(
+        "compat", "--tests", "tests/test_network.py", "-n", "1", "--", "-k", "equal or both"
+    )
 
     assert result.exit_code == 0
     assert "2 equal, 0 differing" in result.stdout
@@ -197,7 +193,7 @@ def test_equal_suites_succeed(project):
 @pytest.mark.usefixtures("project", "_forked")
 def test_errors(arguments, text):
     """A suite that cannot be run is an error of status 2, with the last lines of pytest."""
-    result = invoke(*arguments)
+    result = invoke("compat", *arguments)
 
     assert result.exit_code == 2
     assert text in result.stderr
@@ -208,7 +204,7 @@ def test_a_suite_without_torch_is_an_error(project):
     """If nothing would change, nothing is compared; the error names the option for other packages."""
     (project / "tests/conftest.py").unlink()
     (project / "tests/test_network.py").write_text("def test_number():\n    assert 1\n")
-    result = invoke("--tests", "tests")
+    result = invoke("compat", "--tests", "tests")
 
     assert result.exit_code == 2
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
@@ -217,7 +213,7 @@ def test_a_suite_without_torch_is_an_error(project):
 def test_a_suite_that_does_not_run_is_an_error(project):
     """Tests that cannot be collected on torch would be equal on both sides."""
     (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
-    result = invoke("--tests", "tests", "--keep-going")
+    result = invoke("compat", "--tests", "tests", "--keep-going")
 
     assert result.exit_code == 2
     text = "no test could be run on torch (1 uncollected), so nothing is compared: "
@@ -256,7 +252,7 @@ def test_last():
 def test_a_crash(project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
     (project / "tests/test_network.py").write_text(CRASHES)
-    stopped = invoke("--tests", "tests/test_network.py")
+    stopped = invoke("compat", "--tests", "tests/test_network.py")
 
     assert stopped.exit_code == 2
     assert "ended with signal 6 in tests/test_network.py::test_crashes" in stopped.stderr
