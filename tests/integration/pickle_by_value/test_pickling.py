@@ -135,6 +135,8 @@ def test_namespaces_are_pickled_by_reference(name: str) -> None:
         assert len(dumps(namespace)) < 200
 
 
+# In the default session, another process reads the pickles above.
+@pytest.mark.slow
 def test_workers_of_joblib_and_multiprocessing(tmp_path: Path) -> None:
     """Networks of a script are sent to joblib's loky workers and to spawned processes."""
     script = tmp_path / "script.py"
