@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,3 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unmatched = set(DIVERGENCES) - matched
     if whole_run and unmatched:
         raise pytest.UsageError(f"rows of tests/divergences.py without a test: {sorted(unmatched)}")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is there before the first test out of all later collections, which it would slow."""
+    gc.collect()
+    gc.freeze()

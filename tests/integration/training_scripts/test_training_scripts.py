@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from modkit.compat.swap import swap_source
+from tests.processes import python
 from tests.suites import training_scripts
 
 
@@ -90,8 +91,19 @@ for epoch in range(4):
 
 
 @pytest.mark.parametrize("same", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_the_comparison_of_public_scripts_finds_what_differs(tmp_path: Path, same: bool) -> None:
+def test_the_comparison_of_public_scripts_finds_what_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same: bool
+) -> None:
     """A script that computes something else on modkit differs in losses and weights."""
+
+    def forked(command: list[str], *, cwd: Path, env: dict[str, str], **_: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.chdir(cwd)
+            return python(Path(command[1]), *command[2:], env=env)
+
+    if not same:
+        # The slow one starts interpreters.
+        monkeypatch.setattr(training_scripts.subprocess, "run", forked)
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     (checkout / "script.py").write_text(SCRIPT.replace("SAME", str(same)), encoding="utf-8")

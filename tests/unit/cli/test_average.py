@@ -1,9 +1,9 @@
+import functools
 import json
 import os
 import sys
 from pathlib import Path
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,17 +11,13 @@ from torch import Tensor, nn
 
 import modkit
 from modkit.cli import average as command
-from modkit.cli._commands import commands
 from modkit.distributed import export_average
 from tests.cases import for_each
+from tests.unit.cli.command_line import invoke
 
 
+run = functools.partial(invoke, "average")
 State = dict[str, Tensor]
-
-
-def run(*arguments: object) -> click.testing.Result:
-    """Run the command line."""
-    return click.testing.CliRunner().invoke(commands, ["average", *map(str, arguments)])
 
 
 def states(count: int = 3) -> list[State]:

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 
@@ -17,18 +16,13 @@ import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
 from modkit.cli import average, compat, convert, diff, inspect, migrate, verify
-from modkit.cli._commands import commands
 from tests.cases import for_each
 from tests.processes import python
+from tests.unit.cli.command_line import invoke
 
 
 NAMES = ("average", "compat", "convert", "diff", "inspect", "migrate", "verify")
 MAIN = "from modkit.__main__ import main; main()"
-
-
-def invoke(*arguments: object) -> click.testing.Result:
-    """Run a command line and return its output and exit status."""
-    return click.testing.CliRunner().invoke(commands, [*map(str, arguments)])
 
 
 @pytest.fixture
@@ -192,8 +186,8 @@ def test_output_that_cannot_be_written(
 ) -> None:
     """A closed pipe is not an error and hides none, a full disk is one line."""
     paths = [tmp_path / name for name in ("net.pt", "other.pt", "empty.pt")]
-    torch.save({f"{n}": torch.ones(1) for n in range(2_000)}, paths[0])
-    torch.save({f"{n}": torch.ones(2) for n in range(2_000)}, paths[1])
+    torch.save({f"{n}": torch.ones(1) for n in range(300)}, paths[0])
+    torch.save({f"{n}": torch.ones(2) for n in range(300)}, paths[1])
     paths[2].touch()
     done = python(f"{why}{MAIN}", *line.format(*paths).split())
 

@@ -1,28 +1,24 @@
 """The command ``diff``: names, shapes, dtypes and values of two checkpoints."""
 
+import functools
 import json
 import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modkit.cli._commands import commands
 from modkit.cli.diff import Difference, largest_difference
 from tests.processes import peak_of_command
+from tests.unit.cli.command_line import invoke
 
 
+run = functools.partial(invoke, "diff")
 State = dict[str, Tensor]
-
-
-def run(*arguments: object) -> click.testing.Result:
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["diff", *map(str, arguments)])
 
 
 def report(*arguments: object) -> dict[str, Any]:
@@ -316,14 +312,14 @@ def test_a_dtype_whose_values_are_unknown(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_comparison(tmp_path: Path) -> None:
-    """Two tensors are in memory at most; each file has 40 of them."""
+    """Two tensors are in memory at most; each file has 16 of them."""
     files = [tmp_path / "a.pt", tmp_path / "b.safetensors"]
-    torch.save({f"{n}": torch.full((2_500_000,), 1.0) for n in range(40)}, files[0])
-    save_file({f"{n}": torch.full((2_500_000,), 1.5) for n in range(40)}, files[1])
+    torch.save({f"{n}": torch.full((2_500_000,), 1.0) for n in range(16)}, files[0])
+    save_file({f"{n}": torch.full((2_500_000,), 1.5) for n in range(16)}, files[1])
     # 1.5 is equal to 1 with this tolerance: the command ends with the status 0.
     peak = peak_of_command(["diff", *map(str, files), "--values", "--rtol", "0.4"])
 
-    # Both files have 800 MB; a tensor has 10 MB, and the pieces in 64 bits have some more.
+    # Both files have 320 MB; a tensor has 10 MB, and the pieces in 64 bits have some more.
     assert peak < 80e6
 
 

@@ -1,26 +1,24 @@
 """The command ``inspect``: what is in a file, as tables and as JSON."""
 
+import functools
 import hashlib
 import json
 import pickle
 from itertools import pairwise
 from pathlib import Path
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
 import modkit
-from modkit.cli._commands import commands
 from modkit.files import inspect, zip_archive
+from tests.unit.cli.command_line import invoke
 from tests.unit.files.test_inspect import exported, legacy, scripted, sharded
 
 
-def run(*arguments: object) -> click.testing.Result:
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["inspect", *map(str, arguments)])
+run = functools.partial(invoke, "inspect")
 
 
 def cells(output: str) -> dict[str, list[str]]:

@@ -3,12 +3,11 @@
 import json
 import textwrap
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from modkit.cli._commands import commands
+from tests.unit.cli.command_line import invoke
 
 
 SCRIPT = """
@@ -36,8 +35,7 @@ def folder(tmp_path):
 def run(folder, *arguments):
     """Run the command line."""
     model = f"{folder / 'migrated_net.py'}:Net"
-    given = ["migrate", "--model", model, *map(str, arguments)]
-    return click.testing.CliRunner().invoke(commands, given)
+    return invoke("migrate", "--model", model, *arguments)
 
 
 def test_there_and_back(folder):

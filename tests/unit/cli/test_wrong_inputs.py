@@ -7,13 +7,12 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-import click.testing
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from modkit.cli._commands import commands
 from tests.cases import for_each
+from tests.unit.cli.command_line import invoke
 from tests.unit.files.test_inspect import Evil, rewritten, scripted
 
 
@@ -156,6 +155,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("forked_models")
 @for_each("line", LINES)
 def test_a_wrong_input_is_one_line(folder: Path, monkeypatch, line: str) -> None:
     """The status is 1 or 2, the error is one printable line, and nothing is written or executed."""
@@ -165,7 +165,7 @@ def test_a_wrong_input_is_one_line(folder: Path, monkeypatch, line: str) -> None
     before = {*folder.iterdir()} | {compiled}
     command, _, rest = line.partition(" ")
     arguments = [*filter(None, [command, *rest.split("|")])]
-    found = click.testing.CliRunner().invoke(commands, arguments)
+    found = invoke(*arguments)
 
     assert isinstance(found.exception, SystemExit), found.exception
     statuses = {2} if line in WRONG_USE else {1} if line in WRONG_FILES else {1, 2}

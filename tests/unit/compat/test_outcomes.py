@@ -1,4 +1,4 @@
-"""What an outcome says of a tensor."""
+"""The description of a tensor in an outcome."""
 
 import pytest
 import torch

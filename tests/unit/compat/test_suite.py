@@ -10,11 +10,9 @@ import sys
 import time
 import types
 
-import click.testing
 import pytest
 import torch
 
-from modkit.cli._commands import commands
 from modkit.compat import suite as suites
 from modkit.compat.suite import (
     LISTED,
@@ -31,8 +29,13 @@ from modkit.compat.suite import (
 )
 from modkit.compat.swapped_imports import SwappedImports
 from tests.divergences import ROWS
+from tests.processes import python
+from tests.unit.cli.command_line import invoke
 
 
+PYTEST = (
+    "import os, sys, pytest; sys.path.insert(0, os.getcwd()); sys.exit(pytest.main(sys.argv[1:]))"
+)
 PASSED, FAILED = Outcome("passed"), Outcome("failed", "ValueError", "no")
 NETWORK = """
 import torch
@@ -127,15 +130,24 @@ def project(tmp_path, monkeypatch):
     return tmp_path
 
 
-def invoke(*arguments):
-    """Run the command, and return what it printed and with which status it ended."""
-    return click.testing.CliRunner().invoke(commands, ["compat", *map(str, arguments)])
+@pytest.fixture
+def _forked(monkeypatch):
+    """Fork the processes of a suite from one that has imported torch."""
+
+    def wait(command, suite, environment, folder, progress):
+        log = folder / "log.txt"
+        found = python(PYTEST, *command[3:], env=environment, stdout=log)
+        log.write_text(log.read_text() + found.stderr)
+        return found.returncode
+
+    monkeypatch.setattr(suites, "_wait", wait)
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_is_compared_test_by_test(project):
     """Each difference is repeated, and one that is listed or unsteady is not an error by itself."""
     before = {file: file.read_bytes() for file in project.rglob("*.py")}
-    result = invoke("--tests", "tests", "--json")
+    result = invoke("compat", "--tests", "tests", "--json")
     report = json.loads(result.stdout)
     differing = {each["test"].partition("::")[2]: each for each in report["differing"]}
 
@@ -153,9 +165,12 @@ def test_a_suite_is_compared_test_by_test(project):
     assert {file: file.read_bytes() for file in project.rglob("*.py")} == before
 
 
+@pytest.mark.usefixtures("_forked")
 def test_equal_suites_succeed(project):
     """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
-    result = invoke("--tests", "tests/test_network.py", "-n", "2", "--", "-k", "equal or both")
+    result = invoke(
+        "compat", "--tests", "tests/test_network.py", "-n", "1", "--", "-k", "equal or both"
+    )
 
     assert result.exit_code == 0
     assert "2 equal, 0 differing" in result.stdout
@@ -175,20 +190,21 @@ def test_equal_suites_succeed(project):
         (["--tests", "tests", "--", "-k", "nothing"], "pytest ended with status 5 on torch"),
     ],
 )
-@pytest.mark.usefixtures("project")
+@pytest.mark.usefixtures("project", "_forked")
 def test_errors(arguments, text):
     """A suite that cannot be run is an error of status 2, with the last lines of pytest."""
-    result = invoke(*arguments)
+    result = invoke("compat", *arguments)
 
     assert result.exit_code == 2
     assert text in result.stderr
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_without_torch_is_an_error(project):
     """If nothing would change, nothing is compared; the error names the option for other packages."""
     (project / "tests/conftest.py").unlink()
     (project / "tests/test_network.py").write_text("def test_number():\n    assert 1\n")
-    result = invoke("--tests", "tests")
+    result = invoke("compat", "--tests", "tests")
 
     assert result.exit_code == 2
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
@@ -197,7 +213,7 @@ def test_a_suite_without_torch_is_an_error(project):
 def test_a_suite_that_does_not_run_is_an_error(project):
     """Tests that cannot be collected on torch would be equal on both sides."""
     (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
-    result = invoke("--tests", "tests", "--keep-going")
+    result = invoke("compat", "--tests", "tests", "--keep-going")
 
     assert result.exit_code == 2
     text = "no test could be run on torch (1 uncollected), so nothing is compared: "
@@ -236,7 +252,7 @@ def test_last():
 def test_a_crash(project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
     (project / "tests/test_network.py").write_text(CRASHES)
-    stopped = invoke("--tests", "tests/test_network.py")
+    stopped = invoke("compat", "--tests", "tests/test_network.py")
 
     assert stopped.exit_code == 2
     assert "ended with signal 6 in tests/test_network.py::test_crashes" in stopped.stderr

@@ -2,9 +2,7 @@ import contextlib
 import io
 import json
 import math
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
+from tests.processes import python
 
 
 SCRIPT = Path(__file__).resolve().parents[3] / "examples" / "train_digits.py"
@@ -46,13 +45,7 @@ def run_here(*arguments: object) -> tuple[int, str, str]:
 
 def run_alone(*arguments: object) -> tuple[int, str, str]:
     """Run the example as users do, in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *(str(argument) for argument in arguments)],
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", "COLUMNS": "100"},
-        check=False,
-    )
+    done = python(SCRIPT, *arguments, env={"COLUMNS": "100"})
     return done.returncode, done.stdout, done.stderr
 
 

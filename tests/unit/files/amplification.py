@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import struct
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.processes import python
 from tests.unit.files.hostile import (
     called,
     checkpoint,
@@ -169,8 +169,7 @@ def cost(who: str, case: str, size: int, folder: Path) -> Cost:
         (folder / name).write_bytes(data)
     small = folder / "small.bin"
     small.write_bytes(checkpoint())
-    command = [sys.executable, "-c", CHILD, who, str(folder / next(iter(contents))), str(small)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = python(CHILD, who, folder / next(iter(contents)), small)
     if done.returncode:
         raise AssertionError(f"{who}, {case}: {done.returncode}\n{done.stderr}")
     return Cost(*json.loads(done.stdout))

@@ -1,6 +1,4 @@
 import gc
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from safetensors.torch import save_file
 import modkit
 from modkit.files.tensor_files import Checkpoint
 from tests.cases import for_each
+from tests.processes import python
 
 
 NAMES = 4
@@ -44,6 +43,7 @@ def test_no_more_is_held_than_the_sum_and_one_checkpoint(
         else:
             save_file(state, path)
     del state
+    gc.collect()
     gc.freeze()
     read, found = Checkpoint.tensor, []
 
@@ -55,7 +55,6 @@ def test_no_more_is_held_than_the_sum_and_one_checkpoint(
     monkeypatch.setattr(Checkpoint, "tensor", watched)
     before = live_bytes()
     averages = modkit.average_checkpoints(paths)
-    gc.unfreeze()
 
     assert all(torch.equal(a, torch.full((NUMBERS,), 2.5, dtype=dtype)) for a in averages.values())
     assert len(found) == FILES * NAMES
@@ -82,9 +81,7 @@ def test_a_mapped_checkpoint_takes_no_memory(tmp_path: Path) -> None:
     path, small = tmp_path / "large.pt", tmp_path / "small.pt"
     modkit.save_checkpoint({str(n): torch.full((2_000_000,), float(n)) for n in range(10)}, path)
     modkit.save_checkpoint({"w": torch.ones(2)}, small)
-    line = [sys.executable, "-c", MAPPED, str(path), str(small)]
-    done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
-    kilobytes, last = done.stdout.split()
+    kilobytes, last = python(MAPPED, path, small).stdout.split()
 
     assert float(last) == 9.0
     assert int(kilobytes) < 8_000

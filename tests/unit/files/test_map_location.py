@@ -1,6 +1,5 @@
 """Devices for the tensors of a file: mapped as torch maps them, and verified in one read."""
 
-import warnings
 from collections import Counter
 
 import pytest
@@ -13,9 +12,10 @@ from modkit.files import checkpoints, storages, zip_archive
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files import hostile
-from tests.unit.files.checkpoint_zoo import file_of, file_written
+from tests.unit.files.checkpoint_zoo import file_written, quiet
 from tests.unit.files.raw_zip import build, unpacked
 from tests.unit.files.same_objects import assert_same, outcome
+from tests.unit.files.test_same_as_torch_load import written
 
 
 def nothing(storage, location):
@@ -76,7 +76,7 @@ WRONG = {
 
 CALLED = [
     *("ties", "views", "shapes", "modules", "parameters", "storages", "attributes"),
-    *("circles", "bits", "sparse", "quantized"),
+    *("circles", "bits", "sparse", "quantized", "plain", "cuda"),
 ]
 
 
@@ -186,22 +186,26 @@ def test_a_tensor_one_element_beyond_its_storage(location, tmp_path):
 
 
 @for_each("name", CALLED)
-def test_calls_of_functions(name, tmp_path):
+@for_each("location", ["function", "clone", "function without result"])
+def test_calls_of_functions(name, location, tmp_path):
     """A function is called once for each storage, in the order of torch, with the content of the file."""
-    (tmp_path / "file.pt").write_bytes(file_of(name))
-    calls = {}
+    path = written(tmp_path, name)
+    calls, results = [], []
     for load in (torch.load, modkit.load_checkpoint):
-        seen = calls[load] = []
+        calls.append(seen := [])
 
-        def function(storage, location, seen=seen):
-            seen.append((type(storage), location, storage.device, storage.tolist()))
-            return storage
+        def function(storage, place, seen=seen):
+            seen.append((type(storage), place, storage.device, storage.tolist()))
+            return LOCATIONS[location](storage, place)
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            load(tmp_path / "file.pt", map_location=function)
+        with quiet():
+            results.append(outcome(load, path, map_location=function))
 
-    assert calls[modkit.load_checkpoint] == calls[torch.load]
+    (expected, refused), (found, error) = results
+    assert calls[0] == calls[1]
+    assert (type(error), str(error)) == (type(refused), str(refused))
+    if refused is None:
+        assert_same(found, expected)
 
 
 @for_each("name", [name for name in LOCATIONS if name not in {"meta", "meta as a device"}])

@@ -134,9 +134,7 @@ def real_checkpoints():
 
 
 @pytest.mark.slow
-@for_each(
-    ("name", "content"), list(real_checkpoints()), ids=[name for name, _ in real_checkpoints()]
-)
+@for_each(("name", "content"), real_checkpoints, ids=lambda case: case[0])
 def test_contents_of_many_small_objects(name, content, tmp_path):
     """They are saved, and read as torch reads them."""
     path = tmp_path / "last.pt"

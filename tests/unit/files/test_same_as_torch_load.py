@@ -75,15 +75,10 @@ def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext
 
 
 @for_each("name", FILES)
-def test_objects(name, tmp_path):
-    """Each file is read as the same objects as torch makes of it, or refused."""
-    assert_as_torch(written(tmp_path, name), name)
-
-
-@for_each("name", FILES)
-def test_objects_in_mapped_memory(name, tmp_path):
-    """Memory-mapped files are read as torch reads them."""
-    assert_as_torch(written(tmp_path, name), name, mmap=True)
+@for_each("mmap", [False, True])
+def test_objects(name, mmap, tmp_path):
+    """Each file is read, and mapped, as the same objects as torch makes of it, or refused."""
+    assert_as_torch(written(tmp_path, name), name, **({"mmap": True} if mmap else {}))
 
 
 @for_each("name", FILES)
@@ -95,27 +90,6 @@ def test_map_location(name, location, tmp_path):
     if name in CRASHES and location == "meta":
         pytest.skip("torch crashes")
     assert_as_torch(written(tmp_path, name), name, map_location=location)
-
-
-def keep(storage, location):
-    """Leave a storage where it is."""
-    return storage
-
-
-def copied(storage, location):
-    """Return another storage."""
-    return storage.clone()
-
-
-def undecided(storage, location):
-    """Leave the decision to torch."""
-
-
-@for_each("name", ["plain", "ties", "views", "cuda", "storages", "modules"])
-@for_each("function", [keep, copied, undecided], ids=lambda f: f.__name__)
-def test_functions_as_map_location(name, function, tmp_path):
-    """A function is called for each storage, and may return another one."""
-    assert_as_torch(written(tmp_path, name), name, map_location=function)
 
 
 SURROUNDINGS = {

@@ -93,18 +93,20 @@ def test_each_flipped_bit_is_found(tmp_path: Path) -> None:
             verify(path)
 
 
-def test_progress(tmp_path: Path) -> None:
-    """The fraction grows to 1, of a file of one byte as well."""
-    small = tmp_path / "x.txt"
+@pytest.mark.parametrize("hashed", [False, True])
+def test_progress(tmp_path: Path, hashed: bool) -> None:
+    """The fraction grows with the bytes to 1, of a file of one byte as well."""
+    many, small = tmp_path / "many.pt", tmp_path / "x.txt"
+    torch.save({f"{n}": WEIGHT + n for n in range(200)}, many)
     small.write_bytes(b"x")
-    for path, sha256 in (
-        (saved(tmp_path / "x.pt"), None),
-        (small, hashlib.sha256(b"x").hexdigest()),
-    ):
+    for path, parts in (many, 4), (small, 1):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        given = digest if path is small else None
         fractions: list[float] = []
-        check_file(path, sha256, any_kind=True, progress=fractions.append)
+        found = check_file(path, given, any_kind=True, hashed=hashed, progress=fractions.append)
+        assert found.sha256 == (digest if hashed or given else "")
         assert fractions == sorted(fractions)
-        assert fractions[-1] == 1.0
+        assert (len(fractions) >= parts, fractions[-1]) == (True, 1.0)
 
 
 def test_sharded_checkpoints(tmp_path: Path) -> None:

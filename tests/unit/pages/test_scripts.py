@@ -30,26 +30,50 @@ def blocks_of(page):
     return [block for block in blocks if not block.startswith(">>>")]
 
 
-def scripts():
-    """Yield the scripts that a reader makes of a page: its first block, and all of them."""
+def pages():
+    """Yield the name and the blocks of each page that has some."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        blocks = blocks_of(page)
-        name = page.relative_to(ROOT).with_suffix("").as_posix().replace("/", "_")
-        if blocks:
-            yield f"{name}.py", "\n".join(blocks)
-        if len(blocks) > 1:
-            yield f"{name}_first.py", blocks[0]
+        if blocks := blocks_of(page):
+            yield page.relative_to(ROOT).with_suffix("").as_posix().replace("/", "_"), blocks
 
 
-@for_each("name, code", scripts, ids=lambda script: script[0])
-def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, code):
-    """A script of a page succeeds in a process of its own, and prints nothing to stderr."""
-    monkeypatch.chdir(tmp_path)
-    script = tmp_path / name
-    script.write_text(code, encoding="utf-8")
-
-    found = python(script, finalize=True)
+def assert_quiet(script, *arguments):
+    """Assert that a script succeeds in a process of its own, and prints nothing to stderr."""
+    found = python(script, *arguments, finalize=True)
 
     # Torch 2.8 warns about itself where it writes a distributed checkpoint.
     printed = re.sub(r".*TypedStorage is deprecated.*\n.*\n", "", found.stderr)
     assert (found.returncode, printed) == (0, "")
+
+
+@for_each("name, blocks", pages, ids=lambda page: page[0])
+def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, blocks):
+    """All blocks of a page are a script."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / f"{name}.py"
+    script.write_text("\n".join(blocks), encoding="utf-8")
+
+    assert_quiet(script)
+
+
+# Modules that live until the interpreter ends, as the main module of a script does.
+EACH = """
+import os, pathlib, sys, types
+
+for path in map(pathlib.Path, sys.argv[1:]):
+    os.chdir(path.parent)
+    module = sys.modules[path.stem] = types.ModuleType(path.stem)
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
+"""
+
+
+def test_the_first_block_of_a_page_is_a_script(tmp_path):
+    """The blocks with which readers begin do not need the later ones, not even to end."""
+    scripts = []
+    for name, blocks in pages():
+        folder = tmp_path / name
+        folder.mkdir()
+        scripts.append(folder / f"{name}_first.py")
+        scripts[-1].write_text(blocks[0], encoding="utf-8")
+
+    assert_quiet(EACH, *scripts)
