@@ -116,15 +116,6 @@ def test_validation_sees_the_average(tmp_path) -> None:
     assert torch.equal(model.net[0].weight, watch.raw[-1])
 
 
-def test_validation_before_the_first_update_sees_the_raw_weights(tmp_path) -> None:
-    """While there is no average, an untrained copy is not taken for one."""
-    net, ema, _ = runs.fit(tmp_path, ema=EMACallback(update_after_step=100))
-    raw = net.net[0].weight
-
-    assert ema.ema.n_averaged == 0
-    assert torch.equal(net.seen["validate"][-1], raw)
-
-
 def test_test_and_prediction_see_the_average(tmp_path) -> None:
     """A validation by itself sees it too; afterwards the model has its training weights."""
     net, ema, trainer = runs.fit(tmp_path)
@@ -283,9 +274,3 @@ def test_the_callback_in_the_trainer_of_transformers_names_that_one() -> None:
     """So does the event that the other Trainer calls first."""
     with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.transformers\.EMACallb"):
         EMACallback().on_init_end
-
-
-def test_a_model_in_place_of_the_decay() -> None:
-    """The error names the class for hand-written loops."""
-    with pytest.raises(TypeError, match=r"decay is a model, Linear.* use modkit\.EMACallback\("):
-        EMACallback(torch.nn.Linear(1, 1))

@@ -53,36 +53,6 @@ def test_a_count_that_type_has_cast_goes_on(updates: int) -> None:
     assert same(scenario)[0] == "returned"
 
 
-FORMS = {
-    "device": (("cpu",), {}),
-    "device and dtype": (("cpu", torch.float64), {}),
-    "dtype": ((torch.float64,), {}),
-    "dtype and non_blocking": ((torch.float16, True), {}),
-    "keyword device": ((), {"device": "meta"}),
-    "keyword dtype": ((), {"dtype": torch.bfloat16, "non_blocking": True}),
-    "tensor": ((torch.zeros(1, dtype=torch.float64),), {}),
-    "tensor elsewhere": ((torch.zeros(1, dtype=torch.float64, device="meta"),), {}),
-    "memory format": ((), {"memory_format": torch.channels_last}),
-}
-
-
-@every_subject
-@pytest.mark.parametrize("form", FORMS)
-def test_forms_of_to(subject: str, form: str) -> None:
-    """Each documented form of `to` returns self and gives torch's tensors; the count stays int64."""
-    args, kwargs = FORMS[form]
-
-    def scenario(impl: Implementation) -> object:
-        averaged = averaged_of(impl, subject)[1]
-        moved = averaged.to(*args, **kwargs)
-        return moved is averaged, str(averaged.n_averaged.dtype), list(tensors(averaged))
-
-    kind, value = same(scenario)
-
-    assert kind == "returned"
-    assert value[1][:2] == [("bool", "True"), ("str", "'torch.int64'")]
-
-
 @every_subject
 def test_an_average_on_meta_is_filled_by_to_empty_and_a_load(
     impl: Implementation, subject: str
@@ -97,16 +67,3 @@ def test_an_average_on_meta_is_filled_by_to_empty_and_a_load(
 
     assert freeze(empty) == freeze(averaged)
     assert empty.n_averaged == 4
-
-
-@every_subject
-def test_share_memory(impl: Implementation, subject: str) -> None:
-    """All parameters and buffers move to shared memory; self is returned, and updates stay there."""
-    model, averaged = averaged_of(impl, subject)
-
-    assert averaged.share_memory() is averaged
-
-    averaged.update_parameters(model)
-
-    assert all(t.is_shared() for t in tensors(averaged))
-    assert not any(p.is_shared() for p in model.parameters())

@@ -1,12 +1,9 @@
-import math
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
 import modkit
-from modkit import schedules
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.unit.averaging.recipes import (
@@ -45,24 +42,6 @@ def test_update_every_keeps_the_memory(every: int) -> None:
         ema.update()
 
     assert averaged(ema).item() == pytest.approx(0.99**200, rel=1e-9)
-
-
-@for_each("precision", PRECISIONS)
-def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
-    """Averages that share a pass are those that separate objects would have kept."""
-    kinds = [schedules.Constant(0.9), schedules.Constant(0.99), schedules.Equal()]
-    model = network(torch.bfloat16)
-    together = modkit.EMA(model, schedule=kinds, precision=precision)
-    alone = [modkit.EMA(model, schedule=kind, precision=precision) for kind in kinds]
-    for step in range(6):
-        set_to(model, torch.tensor(math.sin(step)))
-        for ema in (together, *alone):
-            ema.update()
-
-    for index, ema in enumerate(alone):
-        expected = dict(ema.named_averages())
-        for name, value in together.named_averages(index):
-            assert torch.equal(value, expected[name])
 
 
 # --- matching --------------------------------------------------------------------------------------
@@ -349,25 +328,3 @@ def test_modes_of_gradients(mode) -> None:
 
 
 # --- steps that are not finite ---------------------------------------------------------------------
-
-
-@for_each("bad", [math.nan, math.inf, -math.inf])
-@for_each("precision", PRECISIONS)
-@for_each("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> None:
-    """The average is that of the other steps, bit for bit."""
-    models = [model_of([1.0, 2.0], dtype), model_of([1.0, 2.0], dtype)]
-    skipping, plain = (
-        modkit.EMA(model, decay=0.9, precision=precision, on_nonfinite=choice)
-        for model, choice in zip(models, ["skip", "ignore"], strict=True)
-    )
-    for value in (1.0, bad, 3.0, 5.0):
-        for model, ema in zip(models, (skipping, plain), strict=True):
-            set_to(model, [value, 2.0])
-            if ema is skipping or math.isfinite(value):
-                ema.update()
-
-    # Random rounding draws numbers for a skipped step too.
-    if precision != "stochastic" or dtype != torch.bfloat16:
-        assert torch.equal(averaged(skipping), averaged(plain))
-    assert averaged(skipping).isfinite().all()

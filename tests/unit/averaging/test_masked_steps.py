@@ -173,11 +173,6 @@ KEPT = [
 ]
 
 
-def test_memory_is_measured() -> None:
-    """One float32 tensor of a million elements holds 4 MB while it exists."""
-    assert 4_000_000 <= peak_of(lambda: torch.ones(1_000_000).sum()) < 4_100_000
-
-
 @for_each(("precision", "dtype"), KEPT)
 @for_each(("policy", "finite"), [("ignore", True), ("skip", True), ("skip", False)])
 def test_memory_on_cpu(precision: Any, dtype: torch.dtype, policy: Any, finite: bool) -> None:

@@ -35,23 +35,6 @@ def save_walk(directory, path, every=100):
             save_snapshot(directory, tensors, step=step, sigma_rel=sigma_rel)
 
 
-@pytest.mark.parametrize("sigma_rel", [0.1, 0.2])
-def test_random_walk(tmp_path, sigma_rel):
-    """Averages of a walk of 2000 steps are met within the error that is reported."""
-    path = walk(2000, 64)
-    save_walk(tmp_path, path)
-
-    result = reconstruct(tmp_path, sigma_rel)
-
-    wanted = power_average(path, sigma_rel)[-1]
-    spread = (path - wanted).square().mean(0).sqrt()
-    distance = (result.averages["weight"] - wanted).abs()
-    assert bool((distance <= result.fit.bound * spread + 1e-12).all())
-    assert result.fit.error < 0.02
-    assert float((distance / spread).max()) < 0.01
-    assert (result.step, result.sigma_rel) == (2000, sigma_rel)
-
-
 def test_earlier_step(tmp_path):
     """An average of an earlier step is that of a run that ended there: later files do not matter."""
     path = walk(2000, 8)

@@ -56,14 +56,6 @@ def test_later_averages_are_left_out():
     assert fit.coefficients == (0.0, *fit_power(early, 0.15, 1000).coefficients, 0.0)
 
 
-def test_average_that_is_at_hand():
-    """An average that is among those at hand is taken as it is."""
-    fit = fit_power(grid((0.05, 0.1), 100, 2000), 0.1, 1300)
-
-    assert sorted(fit.coefficients)[-2:] == [0.0, 1.0]
-    assert (fit.error, fit.bound) == (0.0, 0.0)
-
-
 @for_each("sigma_rel", [0.03, 0.15])
 def test_error_is_the_distance_of_the_profiles(sigma_rel):
     """The error is that of the weights of all steps, added up as a fine sum of a long run."""

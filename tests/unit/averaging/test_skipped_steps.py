@@ -42,15 +42,24 @@ def after(ema: "modkit.EMA[Any]", values: list[float], every: int) -> "modkit.EM
 
 @for_each("options", OPTIONS)
 @for_each("schedule", SCHEDULES)
-@for_each("precision", ["same", "fp32", "compensated", "stochastic"])
+@for_each(
+    ("precision", "dtype"),
+    [
+        ("same", torch.float32),
+        ("fp32", torch.complex64),
+        ("fp64", torch.bfloat16),
+        ("compensated", torch.bfloat16),
+        ("stochastic", torch.bfloat16),
+    ],
+)
 def test_a_run_is_the_one_without_its_bad_steps(
-    options: Any, schedule: str, precision: Any
+    options: Any, schedule: str, precision: Any, dtype: torch.dtype
 ) -> None:
     """Skipped steps leave the averages of every schedule bitwise as if they had not been asked for."""
     every = options.get("update_every", 1)
     whole, good = (
         modkit.EMA(
-            model_of([0.0, 0.0], torch.bfloat16),
+            model_of([0.0, 0.0], dtype),
             schedule=SCHEDULES[schedule],
             precision=precision,
             on_nonfinite="skip",
@@ -64,6 +73,7 @@ def test_a_run_is_the_one_without_its_bad_steps(
     after(whole, [NAN, 1.0, NAN, 3.0, INF, -INF, 2.0, 7.0, NAN], every)
     after(good, [1.0, 3.0, 2.0, 7.0], every)
 
+    assert averaged(whole).isfinite().all()
     assert averaged(whole).equal(averaged(good))
     assert whole.n_averaged == good.n_averaged
     assert whole.step == good.step + 5 * every
