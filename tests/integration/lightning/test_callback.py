@@ -148,20 +148,6 @@ def test_weights_that_were_loaded_are_evaluated(weights_only, tmp_path) -> None:
     assert len(net.seen["test"]) == 2
 
 
-def test_early_stopping_looks_at_the_average(tmp_path) -> None:
-    """It monitors the loss of the average, which is that of the averaged model."""
-    ema = EMACallback(decay=0.9)
-    stopping = callbacks.EarlyStopping("loss", mode="max", patience=1)
-    _, ema, trainer = runs.fit(tmp_path, stopping, ema=ema, max_epochs=10)
-    average = ema.ema.averaged_model()
-    with torch.no_grad():
-        losses = [average.net(b).square().mean() for b in runs.Batches(2, first_seed=1000)]
-
-    assert stopping.stopped_epoch > 0
-    assert trainer.current_epoch < 10
-    torch.testing.assert_close(trainer.callback_metrics["loss"], sum(losses) / 2)
-
-
 # Checkpoints.
 
 

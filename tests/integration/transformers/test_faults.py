@@ -13,6 +13,7 @@ from tests.integration.transformers.trainers import (
     EMACallback,
     average,
     equal,
+    every,
     fail,
     result,
     trainer,
@@ -32,7 +33,7 @@ def interrupt(step: int) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+EVALUATING = every(4, "eval", "save")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,4 @@
-import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -9,11 +7,14 @@ from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
 from tests.models import normed_net, one_weight, set_weight
 from tests.parity.averaging.rules import (
+    COPIES,
     RULES,
     averaged_of,
     build,
     decaying,
     every_subject,
+    through_file,
+    through_pickle,
     training_states,
 )
 
@@ -28,22 +29,6 @@ def averaged_net(impl: Implementation, rule: str = "default", updates: int = 3, 
     for _ in training_states(model, updates):
         averaged.update_parameters(model)
     return model, averaged
-
-
-def through_pickle(averaged: torch.nn.Module) -> torch.nn.Module:
-    """Return what comes back from pickle."""
-    return pickle.loads(pickle.dumps(averaged))
-
-
-def through_file(averaged: torch.nn.Module) -> torch.nn.Module:
-    """Return what comes back from a checkpoint that holds the whole object."""
-    buffer = io.BytesIO()
-    torch.save(averaged, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = [copy.deepcopy, through_pickle, through_file]
 
 
 def test_state_dict_is_that_of_torch() -> None:
@@ -101,7 +86,7 @@ def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
     )
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
 def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
     """A copy has all values and arguments, and goes on averaging by itself."""
     model = one_weight(impl, 1.0)
