@@ -1,7 +1,6 @@
 """States of averages that are saved between the steps of attached optimizers."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import modkit
 from modkit.distributed import load_averages
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import network
+from tests.unit.averaging.recipes import COPIES, network
 
 
 class Run:
@@ -104,7 +103,7 @@ def test_the_optimizers_may_be_attached_after_loading(attach_first: bool) -> Non
     assert steps == [(2, 2), (2, 2), (3, 3)]
 
 
-@for_each("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@for_each("copied", COPIES)
 def test_copies_know_the_steps(copied: Callable[[Any], Any]) -> None:
     """Optimizers attached to a copy go on where those of the original were."""
     run = Run()

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ import modkit
 from modkit.averaging import optimizer_steps
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import gradients, network, sgd
+from tests.unit.averaging.recipes import COPIES, gradients, network, sgd
 
 
 # torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
@@ -222,7 +221,7 @@ def test_optimizers_in_threads() -> None:
     assert (before, ema.step) == (0, 1)
 
 
-@for_each("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@for_each("copied", COPIES)
 def test_a_copy_of_an_optimizer_updates_nothing(copied: Callable[[Any], Any]) -> None:
     """Copies have no hooks; the original goes on."""
     net = network()

@@ -1,6 +1,5 @@
 import contextlib
 import copy
-import pickle
 import re
 import sys
 import threading
@@ -14,7 +13,17 @@ import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
+from tests.unit.averaging.recipes import (
+    COPIES,
+    CountCalls,
+    averaged,
+    model_of,
+    network,
+    same_state,
+    set_to,
+    state_of,
+    train,
+)
 
 
 def half(model: nn.Module, **options) -> "modkit.EMA[nn.Module]":
@@ -26,16 +35,6 @@ def half(model: nn.Module, **options) -> "modkit.EMA[nn.Module]":
     model.load_state_dict(values)
     ema.update()
     return ema
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the state of a model."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    """Return True if a model is bitwise in that state."""
-    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_pointers_change_places() -> None:
@@ -234,22 +233,6 @@ def test_blocks_may_be_nested() -> None:
     assert (first.step, second.step) == (2, 1)
 
 
-def test_several_averages_by_index() -> None:
-    """Each of several averages can be swapped in."""
-    model = model_of([1.0])
-    ema = modkit.EMA(model, decay=[0.5, 0.75])
-    ema.update()
-    set_to(model, [0.0])
-    ema.update()
-    seen = []
-    for index in 0, 1:
-        with ema.applied(index=index):
-            seen.append(model.weight.item())
-
-    assert seen == [0.5, 0.75]
-    assert ema.averaged_model(index=1).weight.item() == 0.75
-
-
 def test_another_model_is_not_saved_as_the_raw_one() -> None:
     """With the average in another model the state has no training weights: this model holds its own."""
     model, other = model_of([8.0]), model_of([-99.0])
@@ -276,7 +259,7 @@ def test_blocks_may_end_in_any_order() -> None:
     assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
 
 
-@for_each("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+@for_each("copied", COPIES)
 @for_each("holds", ["applied", "copied"])
 def test_a_copy_made_meanwhile_has_the_training_weights(copied, holds) -> None:
     """The copy goes on as if the model had never held the average."""
@@ -304,11 +287,7 @@ class WithAverages(nn.Module):
         self.ema = modkit.EMA(self, 0.5)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
-)
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
     """The copy's averages are those of the copy, and it has the training weights."""

@@ -1,6 +1,5 @@
 """Small averages share a flat buffer. Whatever moves, copies or saves them must not notice."""
 
-import copy
 import pickle
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
@@ -8,27 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import modkit
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, averaged, set_to
-
-
-def layers(dtype: torch.dtype = torch.float32, count: int = 6) -> nn.ModuleList:
-    """Return enough small layers of one shape for a flat buffer, all elements 0."""
-    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(count)).to(dtype)
-    set_to(model, 0.0)
-    return model
-
-
-def by_pickle(ema: "modkit.EMA[Any]") -> "modkit.EMA[Any]":
-    """Return a copy that went through pickle."""
-    return pickle.loads(pickle.dumps(ema))
-
-
-COPIES = [copy.deepcopy, by_pickle]
+from tests.unit.averaging.recipes import COPIES, PRECISIONS, averaged, layers, set_to
 
 
 @for_each("copied", COPIES)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS
+from tests.unit.averaging.recipes import PRECISIONS, layers, walk
 
 
 def zoo() -> nn.Module:
@@ -37,14 +37,6 @@ def zoo() -> nn.Module:
         model.register_parameter(f"turned_{number}", nn.Parameter(torch.randn(3, 4).t()))
         model.register_parameter(f"strided_{number}", nn.Parameter(torch.randn(6)[::2]))
     return model
-
-
-def walk(model: nn.Module, seed: int) -> None:
-    """Give each parameter random values."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
 
 def tensors_in(state: Any) -> dict[str, Tensor]:
@@ -107,15 +99,6 @@ def test_a_state_has_a_storage_for_each_tensor(face: str, precision: Any, tmp_pa
     flat = {name: t.contiguous() for name, t in found.items() if t.dtype != torch.complex128}
     save_file(flat, folder / "state.safetensors")
     assert all(t.equal(found[name]) for name, t in load_file(folder / "state.safetensors").items())
-
-
-# --- tensors that are given other memory -----------------------------------------------------------
-
-
-def layers() -> nn.Sequential:
-    """Return small layers of one shape."""
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
 
 
 # --- life time -------------------------------------------------------------------------------------
