@@ -15,22 +15,6 @@ from tests.unit.averaging.recipes import (
 )
 
 
-def test_nothing_is_averaged_before_update_after_step() -> None:
-    """The weights are copied at the first update after those that are waited for."""
-    model = model_of(1.0)
-    ema = modkit.EMA(model, decay=0.5, update_after_step=3)
-    for value in 1.0, 2.0, 3.0:
-        set_to(model, value)
-        ema.update()
-    empty = list(ema.named_averages())
-    set_to(model, 8.0)
-    ema.update()
-
-    assert empty == []
-    assert averaged(ema).item() == 8.0
-    assert (ema.step, ema.n_averaged) == (4, 1)
-
-
 @for_each("every", [1, 2, 5, 10])
 def test_update_every_keeps_the_memory(every: int) -> None:
     """After a jump, what is left of the old value depends on the steps, not on how often it is asked."""

@@ -58,14 +58,36 @@ LIGHTNING = {
 }
 
 
+def compiled(state):
+    """Return the state under the names of a compiled model inside."""
+    inside = {"module.": "module._orig_mod.", "ema_model.": "ema_model._orig_mod."}
+    wrapped = {}
+    for key, value in state.items():
+        prefix = next((prefix for prefix in inside if key.startswith(prefix)), "")
+        wrapped[inside.get(prefix, "") + key.removeprefix(prefix)] = value
+    return wrapped
+
+
+# Without its warm-up, diffusers counts up all the same; integers are taken for numbers.
+COUNTING = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
+CONSTANT = TORCH_EMA | {"num_updates": None}
+
+
 @for_each(
     ("source", "state", "expected", "n_averaged", "step", "schedule"),
     [
         ("torch", TORCH, MEMBERS, 12, None, None),
         ("timm", TIMM, MEMBERS, None, None, None),
         ("ema_pytorch", EMA_PYTORCH, MEMBERS, None, 130, None),
+        *(
+            ("torch", compiled(TORCH), MEMBERS, 12, None, None),
+            ("timm", compiled(TIMM), MEMBERS, None, None, None),
+            ("ema_pytorch", compiled(EMA_PYTORCH), MEMBERS, None, 130, None),
+        ),
         ("diffusers", DIFFUSERS, PARAMETERS, None, 120, InverseGamma(1.0, 0.75, 0.0, 0.9999)),
+        ("diffusers", COUNTING, PARAMETERS, None, 120, CountWarmup(0.99)),
         ("torch_ema", TORCH_EMA, PARAMETERS, None, 41, CountWarmup(0.995)),
+        ("torch_ema", CONSTANT, PARAMETERS, None, None, Constant(0.995)),
         ("lightning", LIGHTNING, MEMBERS, 5, None, None),
         ("lightning", LIGHTNING | {"global_step": 50}, MEMBERS, 5, 50, None),
     ],
@@ -78,7 +100,7 @@ def test_states(source, state, expected, n_averaged, step, schedule):
     assert converted.averages.keys() == expected.keys()
     assert all(torch.equal(converted.averages[name], expected[name]) for name in expected)
     assert (converted.n_averaged, converted.step) == (n_averaged, step)
-    assert converted.has_counter == (source != "timm")
+    assert converted.has_counter == (n_averaged is not None or step is not None)
     assert converted.schedule == schedule
 
 
@@ -103,37 +125,6 @@ def test_plain_weights():
     assert converted.averages.keys() == MEMBERS.keys()
     assert all(torch.equal(converted.averages[name], MEMBERS[name]) for name in MEMBERS)
     assert (converted.has_counter, converted.schedule) == (False, None)
-
-
-@pytest.mark.parametrize(
-    "state",
-    [TORCH, TIMM, EMA_PYTORCH],
-    ids=["torch", "timm", "ema_pytorch"],
-)
-def test_names_of_compiled_models(state):
-    """The average of a compiled or wrapped model has the names of the model inside."""
-    inside = {"module.": "module._orig_mod.", "ema_model.": "ema_model._orig_mod."}
-    wrapped = {}
-    for key, value in state.items():
-        prefix = next((prefix for prefix in inside if key.startswith(prefix)), "")
-        wrapped[inside.get(prefix, "") + key.removeprefix(prefix)] = value
-
-    assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
-
-
-def test_warm_up_of_diffusers():
-    """Without its warm-up, diffusers counts up all the same; integers are taken for numbers."""
-    state = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
-
-    assert convert(state, Net()).schedule == CountWarmup(0.99)
-
-
-def test_constant_decay_of_torch_ema():
-    """Without a number of updates, torch_ema has a constant decay and no count."""
-    converted = convert(TORCH_EMA | {"num_updates": None}, Net())
-
-    assert converted.schedule == Constant(0.995)
-    assert not converted.has_counter
 
 
 def test_lists_of_trained_parameters():
