@@ -37,28 +37,27 @@ def started(kind: str) -> "modkit.EMA[Any]":
     return ema
 
 
+MISSING = object()
+
+
 def put(value: Any, *path: Any) -> Callable[[State], None]:
-    """Return a function that replaces a part of a state."""
+    """Return a function that replaces a part of a state, or deletes it."""
 
     def change(state: State) -> None:
         part: Any = state
         for key in path[:-1]:
             part = part[key]
-        part[path[-1]] = value
+        if value is MISSING:
+            del part[path[-1]]
+        else:
+            part[path[-1]] = value
 
     return change
 
 
 def drop(*path: Any) -> Callable[[State], None]:
     """Return a function that deletes a part of a state."""
-
-    def change(state: State) -> None:
-        part: Any = state
-        for key in path[:-1]:
-            part = part[key]
-        del part[path[-1]]
-
-    return change
+    return put(MISSING, *path)
 
 
 ONES = torch.ones(6, 4)

@@ -1,7 +1,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 import modkit
 from modkit.errors import NameMismatchError
@@ -111,17 +110,6 @@ def test_a_prefix_is_no_excuse(extra: str) -> None:
 
     now = (*average.parameters(), *dict(ema.named_averages()).values())
     assert all(one.equal(old) for one, old in zip(now, before, strict=True))
-
-
-def test_a_child_called_module_is_no_wrapper() -> None:
-    """A user's model may have a child of that name and other parameters."""
-    model = nn.Module()
-    model.module = nn.Linear(1, 1, bias=False)
-    model.weight = nn.Parameter(torch.zeros(1))
-    ema = modkit.EMA(model)
-    ema.update()
-
-    assert [name for name, _ in ema.named_averages()] == ["weight", "module.weight"]
 
 
 @for_each(
@@ -275,23 +263,6 @@ def test_lazy_layers_wait_for_their_shape() -> None:
 
     assert torch.equal(averaged(ema, "0.weight"), net[0].weight)
     assert ema.step == 1
-
-
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
-def test_computed_weights() -> None:
-    """Old weight normalization after a forward and parametrizations average what is learnt."""
-    old = nn.utils.weight_norm(nn.Linear(2, 2))
-    old(torch.ones(1, 2))
-    new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    for layer, names in ((old, {"bias", "weight_g", "weight_v"}), (new, None)):
-        ema = modkit.EMA(layer, decay=0.5)
-        ema.update()
-        found = {name for name, _ in ema.named_averages()}
-        copied = ema.averaged_model()
-
-        assert found == (names or {name for name, _ in layer.named_parameters()})
-        assert torch.equal(copied(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-    assert parametrize.is_parametrized(copied)
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

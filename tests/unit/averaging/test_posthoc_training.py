@@ -1,5 +1,3 @@
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -30,35 +28,6 @@ def train(averages, model, steps, generator):
         path.append([parameter.detach().clone() for parameter in model.parameters()])
         averages.update()
     return path
-
-
-def wanted(path, sigma_rel, every=1):
-    """Return the power average of a path, from the weights of all its updates."""
-    seen = path[every - 1 :: every]
-    # With the first update after `every` steps, time is in units of `every` steps.
-    weights = torch.tensor(profile(Power(sigma_rel), len(seen) - 1), dtype=torch.float64)
-    stacked = [torch.stack(values).double() for values in zip(*seen, strict=True)]
-    return [torch.tensordot(weights, values, dims=1) for values in stacked]
-
-
-@for_each("update_every", [1, 10])
-@for_each("sigma_rel", [0.05, 0.15])
-def test_walk_of_a_model(tmp_path, sigma_rel, update_every):
-    """Averages of a model that walks at random are met within the error that is reported."""
-    model = nn.Linear(3, 2)
-    averages = PostHocEMA(model, tmp_path, snapshot_every=100, update_every=update_every)
-    path = train(averages, model, 1000, torch.Generator().manual_seed(0))
-
-    result = averages.reconstruct(sigma_rel)
-
-    assert result.step == 1000
-    assert result.fit.error < 0.06
-    exact = wanted(path, sigma_rel, update_every)
-    for name, average, index in (("weight", exact[0], 0), ("bias", exact[1], 1)):
-        values = torch.stack([step[index] for step in path]).double()
-        spread = (values - average).square().mean(0).sqrt()
-        distance = (result.averages[name] - average).abs()
-        assert bool((distance <= result.fit.bound * spread + 1e-5).all())
 
 
 def test_a_snapshot_between_updates_has_the_step_of_the_latest_update(tmp_path):
@@ -103,33 +72,6 @@ def test_tied_parameters(tmp_path):
     assert result.averages.keys() == {"0.weight"}
     assert model[1].weight is model[0].weight
     assert model[1].weight.item() == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("stop", [1, 37, 100])
-def test_resume(tmp_path, stop):
-    """A run that was saved and went on has the files and the averages of one that was not, bit for bit."""
-    folders = [tmp_path / "whole", tmp_path / "parts"]
-    for folder in folders:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 2)
-        generator = torch.Generator().manual_seed(1)
-        averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
-        train(averages, model, stop, generator)
-        if folder is folders[1]:
-            file = io.BytesIO()
-            torch.save(averages.state_dict(), file)
-            file.seek(0)
-            averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
-            averages.load_state_dict(torch.load(file, weights_only=True))
-        train(averages, model, 120 - stop, generator)
-
-    whole, parts = (find_snapshots(folder) for folder in folders)
-    assert [each.path.name for each in whole] == [each.path.name for each in parts]
-    for ours, theirs in zip(parts, whole, strict=True):
-        assert torch.equal(
-            torch.load(ours.path, weights_only=True)["averages"]["weight"],
-            torch.load(theirs.path, weights_only=True)["averages"]["weight"],
-        )
 
 
 def test_files_of_an_abandoned_run(tmp_path):
