@@ -5,20 +5,12 @@ import torch
 
 import modkit
 from tests.helpers import freeze
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
 from tests.unit.averaging.recipes import PRECISIONS
 
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
-
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+pytestmark = QUIET
 
 
 @pytest.fixture(scope="module")

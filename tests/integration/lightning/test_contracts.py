@@ -7,17 +7,13 @@ import torch
 
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback
 from tests.unit.averaging import contracts
 
 
-pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+pytestmark = QUIET
 
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
 
 # The end of an epoch, before Lightning counts it as completed.
 EPOCH_END = SimpleNamespace(

@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from modkit.files.atomic_write import atomic_write
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET
 
 
-pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
-ROOT = Path(__file__).parents[3]
+pytestmark = QUIET
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-plugins = pytest.importorskip("lightning.pytorch.plugins")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
 
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+plugins = pl.plugins
+pytestmark = QUIET
 
 
 # Optimizers.

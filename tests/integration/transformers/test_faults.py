@@ -21,7 +21,6 @@ from tests.integration.transformers.trainers import (
 )
 
 
-ROOT = Path(__file__).parents[3]
 
 
 def interrupt(step: int) -> None:
