@@ -21,8 +21,6 @@ from tests.integration.transformers.trainers import (
 )
 
 
-
-
 def interrupt(step: int) -> None:
     """Do what Ctrl-C does, also where Python was started in the background and ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
