@@ -387,6 +387,9 @@ def test_the_flag_is_not_read_on_accelerators(monkeypatch: pytest.MonkeyPatch) -
     assert ema.step == 4
 
 
+# --- states between steps ------------------------------------------------------------------------
+
+
 class Run:
     """A network that two optimizers train, with an average, and its steps one by one."""
 

@@ -430,6 +430,9 @@ def test_messages_stay_short() -> None:
     assert state_checks.described(SimpleNamespace()) == "namespace()"
 
 
+# --- each part of a state or a snapshot ----------------------------------------------------------
+
+
 SQUARE = torch.ones(2, 2)
 VALUES: list[Any] = [
     *(None, True, -1, 0, 1.5, math.inf, math.nan, 10**400, 10**5000, 2**70, "a", b"a"),

@@ -295,7 +295,7 @@ def test_modes_of_gradients(mode) -> None:
     assert not averaged(ema).is_inference()
 
 
-# --- steps that are not finite ---------------------------------------------------------------------
+# --- the decay of the latest step ----------------------------------------------------------------
 
 
 SCHEDULES: list[Any] = [

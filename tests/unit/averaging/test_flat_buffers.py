@@ -68,6 +68,9 @@ def test_a_copy_of_an_averaged_model_is_updated(copied: Callable[..., Any]) -> N
     assert all(parameter.gt(2.0).all() for parameter in other.parameters())
 
 
+# --- memory --------------------------------------------------------------------------------------
+
+
 def zoo() -> nn.Module:
     """Return tensors of many shapes, layouts and dtypes, in runs that are shared and that are not."""
     torch.manual_seed(0)

@@ -216,6 +216,9 @@ def test_a_refused_first_update_leaves_no_averages(policy: str) -> None:
     assert ema.state_dict() == {**before, **steps}
 
 
+# --- steps that are known to be skipped ----------------------------------------------------------
+
+
 NAN, INF = math.nan, math.inf
 SCHEDULES = {
     "constant": 0.9,

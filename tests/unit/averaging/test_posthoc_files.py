@@ -243,6 +243,9 @@ def test_real_and_complex_snapshots_do_not_fit(later, tmp_path):
         reconstruct(tmp_path, 0.15, max_error=9)
 
 
+# --- the fit -------------------------------------------------------------------------------------
+
+
 def edm2_coefficients(averages, sigma_rel, step):
     """Solve for the coefficients with the formulas of EDM2: NumPy, ratios of the two ends."""
 
