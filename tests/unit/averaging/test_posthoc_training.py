@@ -1,3 +1,5 @@
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -72,6 +74,33 @@ def test_tied_parameters(tmp_path):
     assert result.averages.keys() == {"0.weight"}
     assert model[1].weight is model[0].weight
     assert model[1].weight.item() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop", [1, 37])
+def test_resume(tmp_path, stop):
+    """A run that was saved and went on has the files and the averages of one that was not, bit for bit."""
+    folders = [tmp_path / "whole", tmp_path / "parts"]
+    for folder in folders:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        generator = torch.Generator().manual_seed(1)
+        averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
+        train(averages, model, stop, generator)
+        if folder is folders[1]:
+            file = io.BytesIO()
+            torch.save(averages.state_dict(), file)
+            file.seek(0)
+            averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
+            averages.load_state_dict(torch.load(file, weights_only=True))
+        train(averages, model, 120 - stop, generator)
+
+    whole, parts = (find_snapshots(folder) for folder in folders)
+    assert [each.path.name for each in whole] == [each.path.name for each in parts]
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert torch.equal(
+            torch.load(ours.path, weights_only=True)["averages"]["weight"],
+            torch.load(theirs.path, weights_only=True)["averages"]["weight"],
+        )
 
 
 def test_files_of_an_abandoned_run(tmp_path):
