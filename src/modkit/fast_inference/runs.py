@@ -171,7 +171,7 @@ def _checks(shape: Shape, parameters: Sequence[str], slots: bool, owned: bool) -
             yield f"not ({_numbered(kind.layer.condition, i)})"
     functions = dict.fromkeys(name for kind, _ in shape for name in kind.layer.functions)
     checks_tensors = bool(functions) or any(kind.layer.input_condition for kind, _ in shape)
-    # Backward hooks have no effect otherwise, but torch warns if the output is no tensor.
+    # Backward hooks have no effect otherwise, but torch warns if the output is not a tensor.
     yield f"is_grad_enabled() and ({backward})" if checks_tensors else f"({backward})"
 
     # The functions of torch that expressions replace: patches of them, and tensor subclasses.

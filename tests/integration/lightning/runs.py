@@ -1,20 +1,30 @@
 """Small runs of Lightning's Trainer: a network, data that can be resumed, and callbacks that look.
 
-Import it only where Lightning is known to be there.
+A test that imports it is skipped where Lightning is missing.
 """
 
 # ruff: noqa: D102 - hooks of Lightning, which documents them
 
 import os
 
-import lightning.pytorch as pl
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from modkit.averaging.sharding import has_shards, local_shard, whole
-from modkit.integrations.lightning import EMACallback
 
+
+pl = pytest.importorskip(
+    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
+)
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+
+# Advice about loaders and checkpoints.
+QUIET = pytest.mark.filterwarnings(
+    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
+)
 
 BATCHES = 6
 

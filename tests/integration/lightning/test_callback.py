@@ -5,20 +5,12 @@ import torch
 
 import modkit
 from tests.helpers import freeze
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
 from tests.unit.averaging.recipes import PRECISIONS
 
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
-
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+pytestmark = QUIET
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +108,6 @@ def test_validation_sees_the_average(tmp_path) -> None:
     assert torch.equal(model.net[0].weight, watch.raw[-1])
 
 
-def test_validation_before_the_first_update_sees_the_raw_weights(tmp_path) -> None:
-    """While there is no average, an untrained copy is not taken for one."""
-    net, ema, _ = runs.fit(tmp_path, ema=EMACallback(update_after_step=100))
-    raw = net.net[0].weight
-
-    assert ema.ema.n_averaged == 0
-    assert torch.equal(net.seen["validate"][-1], raw)
-
-
 def test_test_and_prediction_see_the_average(tmp_path) -> None:
     """A validation by itself sees it too; afterwards the model has its training weights."""
     net, ema, trainer = runs.fit(tmp_path)
@@ -155,20 +138,6 @@ def test_weights_that_were_loaded_are_evaluated(weights_only, tmp_path) -> None:
 
     assert all(torch.equal(seen, watch.averages[3]) for seen in net.seen["test"])
     assert len(net.seen["test"]) == 2
-
-
-def test_early_stopping_looks_at_the_average(tmp_path) -> None:
-    """It monitors the loss of the average, which is that of the averaged model."""
-    ema = EMACallback(decay=0.9)
-    stopping = callbacks.EarlyStopping("loss", mode="max", patience=1)
-    _, ema, trainer = runs.fit(tmp_path, stopping, ema=ema, max_epochs=10)
-    average = ema.ema.averaged_model()
-    with torch.no_grad():
-        losses = [average.net(b).square().mean() for b in runs.Batches(2, first_seed=1000)]
-
-    assert stopping.stopped_epoch > 0
-    assert trainer.current_epoch < 10
-    torch.testing.assert_close(trainer.callback_metrics["loss"], sum(losses) / 2)
 
 
 # Checkpoints.
@@ -283,9 +252,3 @@ def test_the_callback_in_the_trainer_of_transformers_names_that_one() -> None:
     """So does the event that the other Trainer calls first."""
     with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.transformers\.EMACallb"):
         EMACallback().on_init_end
-
-
-def test_a_model_in_place_of_the_decay() -> None:
-    """The error names the class for hand-written loops."""
-    with pytest.raises(TypeError, match=r"decay is a model, Linear.* use modkit\.EMACallback\("):
-        EMACallback(torch.nn.Linear(1, 1))

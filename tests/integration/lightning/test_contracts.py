@@ -7,17 +7,13 @@ import torch
 
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback
 from tests.unit.averaging import contracts
 
 
-pytest.importorskip("lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
+pytestmark = QUIET
 
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
 
 # The end of an epoch, before Lightning counts it as completed.
 EPOCH_END = SimpleNamespace(
@@ -35,37 +31,32 @@ def fitted(folder, **options):
     return run
 
 
-def changed(folder, **options):
-    """Return a run whose model has lost its last layer."""
-    net, callback, trainer = fitted(folder, **options)
+def with_ema(change, make=fitted, **options):
+    """Return what makes a run and changes its model or its callback."""
+
+    def made(folder):
+        net, callback, trainer = make(folder, **options)
+        change(net, callback)
+        return net, callback, trainer
+
+    return made
+
+
+def drop_last(net, callback):
+    """Remove the last layer."""
     del net.net[3]
-    return net, callback, trainer
 
 
-def at_end(folder):
-    """Return a run that is about to end with the average in its model."""
-    net, callback, trainer = fitted(folder)
+def end_with_average(net, callback):
+    """Let the fit end with the average in the model."""
     callback.swap_to_average_at_end = True
-    return net, callback, trainer
 
 
-def changed_at_end(folder):
-    """Return a run whose model has lost its last layer before the end."""
-    net, callback, trainer = at_end(folder)
-    del net.net[3]
-    return net, callback, trainer
-
-
-def changed_after_end(folder):
-    """Return a run whose model has lost its last layer since the end."""
-    return changed(folder, swap_to_average_at_end=True)
-
-
-def with_index(folder):
-    """Return a run with an index that no average has."""
-    net, callback, trainer = fitted(folder)
-    callback.index = 3
-    return net, callback, trainer
+changed = with_ema(drop_last)
+changed_after_end = with_ema(drop_last, swap_to_average_at_end=True)
+at_end = with_ema(end_with_average)
+changed_at_end = with_ema(drop_last, at_end)
+with_index = with_ema(lambda net, callback: setattr(callback, "index", 3))
 
 
 def of_two(folder):
@@ -82,16 +73,7 @@ def new(folder, **options):
     return runs.Net(), callback, runs.trainer_for(folder, callback)
 
 
-def with_glob(folder):
-    """Return a run whose options have a glob that matches no name."""
-    return new(folder, include="head.*")
-
-
-def with_invalid_state(folder):
-    """Return a run that is to resume from a state that is not one."""
-    net, callback, trainer = new(folder)
-    callback._loaded = {"a": 1}
-    return net, callback, trainer
+with_invalid_state = with_ema(lambda net, callback: setattr(callback, "_loaded", {"a": 1}), new)
 
 
 def with_state_of_another(folder):
@@ -144,8 +126,7 @@ def write_in(name):
     """Return a call that writes to a weight in a block in a validation."""
 
     def call(net, callback, trainer):
-        callback._latest_step = None
-        callback.on_validation_start(trainer, net)
+        start(net, callback, trainer)
         with getattr(callback, name)():
             net.net[0].weight.data = torch.zeros(6, 4)
 
@@ -174,30 +155,20 @@ def load(net, callback, trainer):
     callback.on_load_checkpoint(trainer, net, checkpoint)
 
 
-def end_epoch(net, callback, trainer):
-    """End an epoch."""
-    callback.on_train_epoch_end(EPOCH_END, net)
-
-
 def start(net, callback, trainer):
     """Start a validation."""
     callback._latest_step = None
     callback.on_validation_start(trainer, net)
 
 
-def members(net, callback, trainer):
-    """Read the members of a checkpoint."""
-    callback.members_of(trainer, {"state_dict": {}})
+def statistics(batches=(torch.zeros(2, 4),)):
+    """Return a call that computes statistics."""
+    return lambda net, callback, trainer: callback.update_bn(batches)
 
 
-def statistics(net, callback, trainer):
-    """Compute statistics of one batch."""
-    callback.update_bn([torch.zeros(2, 4)])
-
-
-def read_state(net, callback, trainer):
-    """Return the state."""
-    return callback.state_dict()
+end_epoch = lambda net, callback, trainer: callback.on_train_epoch_end(EPOCH_END, net)
+members = lambda net, callback, trainer: callback.members_of(trainer, {"state_dict": {}})
+read_state = lambda net, callback, trainer: callback.state_dict()
 
 
 ROWS = [
@@ -212,7 +183,12 @@ ROWS = [
     ("__init__", RuntimeError, new, create(device="paper")),
     ("setup", RuntimeError, fitted, inside(hook("setup", "fit"))),
     ("on_fit_start", TypeError, with_other_optimizer, hook("on_fit_start")),
-    ("on_fit_start", ValueError, with_glob, hook("on_fit_start")),
+    (
+        "on_fit_start",
+        ValueError,
+        lambda folder: new(folder, include="head.*"),
+        hook("on_fit_start"),
+    ),
     ("on_fit_start", ValueError, with_invalid_state, hook("on_fit_start")),
     ("on_fit_start", NameMismatchError, with_state_of_another, hook("on_fit_start")),
     ("on_train_batch_end", NameMismatchError, changed, hook("on_train_batch_end")),
@@ -249,12 +225,12 @@ ROWS = [
     ("members_of", IndexError, with_index, members),
     ("members_of", NameMismatchError, changed, members),
     ("on_load_checkpoint", RuntimeError, fitted, load),
-    ("update_bn", IndexError, with_index, statistics),
-    ("update_bn", RuntimeError, new, statistics),
-    ("update_bn", RuntimeError, fitted, inside(statistics)),
-    ("update_bn", NameMismatchError, changed, statistics),
-    ("update_bn", TypeError, fitted, lambda net, callback, trainer: callback.update_bn(3)),
-    ("update_bn", ValueError, fitted, lambda net, callback, trainer: callback.update_bn([])),
+    ("update_bn", IndexError, with_index, statistics()),
+    ("update_bn", RuntimeError, new, statistics()),
+    ("update_bn", RuntimeError, fitted, inside(statistics())),
+    ("update_bn", NameMismatchError, changed, statistics()),
+    ("update_bn", TypeError, fitted, statistics(3)),
+    ("update_bn", ValueError, fitted, statistics([])),
 ]
 
 

@@ -2,18 +2,11 @@ import pytest
 import torch
 
 import modkit
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, pl
 
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
-
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+pytestmark = QUIET
 
 
 def callback_with(precision="fp32"):

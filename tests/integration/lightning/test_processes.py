@@ -8,19 +8,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, pl
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-strategies = pytest.importorskip("lightning.pytorch.strategies")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
 
-pytestmark = [
-    pytest.mark.distributed,
-    # Advice about loaders and checkpoints.
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
-]
+strategies = pl.strategies
+pytestmark = [pytest.mark.distributed, QUIET]
 ROOT = Path(__file__).parents[3]
 
 

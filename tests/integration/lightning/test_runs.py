@@ -4,19 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-plugins = pytest.importorskip("lightning.pytorch.plugins")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
 
-# Advice about loaders and checkpoints.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"
-)
+plugins = pl.plugins
+pytestmark = QUIET
 
 
 # Optimizers.
@@ -187,24 +180,16 @@ def test_a_swap_at_the_end_does_not_change_what_is_resumed(tmp_path) -> None:
     assert runs.numbers_of(*found[:2]) == runs.numbers_of(*expected[:2])
 
 
-def test_a_second_fit_after_a_swap_trains_the_training_weights(tmp_path) -> None:
-    """The training weights are restored when the second fit starts."""
+@pytest.mark.parametrize("swaps", [False, True])
+def test_a_second_fit_goes_on(swaps, tmp_path) -> None:
+    """A second fit goes on from the training weights; another model gets a new average."""
     plain, net = runs.Net(), runs.Net()
-    ema = EMACallback(decay=0.9, swap_to_average_at_end=True)
+    ema = EMACallback(decay=0.9, swap_to_average_at_end=swaps)
     for _ in range(2):
         runs.fit(tmp_path, model=plain, ema=pl.Callback())
         runs.fit(tmp_path, model=net, ema=ema)
-    ema.ema.restore()
-
-    assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
-
-
-def test_a_second_fit_goes_on(tmp_path) -> None:
-    """A second fit of a model goes on averaging; another model gets a new average."""
-    plain, net, ema = runs.Net(), runs.Net(), EMACallback(decay=0.9)
-    for _ in range(2):
-        runs.fit(tmp_path, model=plain, ema=pl.Callback())
-        runs.fit(tmp_path, model=net, ema=ema)
+    if swaps:
+        ema.ema.restore()
     steps, other = ema.ema.step, runs.Net()
     runs.fit(tmp_path, model=other, ema=ema)
 

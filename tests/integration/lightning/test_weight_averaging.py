@@ -5,18 +5,14 @@
 import pytest
 import torch
 
+from modkit import schedules
+from tests.integration.lightning import runs
+from tests.integration.lightning.runs import QUIET, EMACallback, callbacks
 
-pl = pytest.importorskip(
-    "lightning.pytorch", reason="needs Lightning: nox -s ecosystem installs it"
-)
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-runs = pytest.importorskip("tests.integration.lightning.runs")
-EMACallback = pytest.importorskip("modkit.integrations.lightning").EMACallback
-schedules = pytest.importorskip("modkit.schedules")
 
-# Advice about loaders and checkpoints, and about configure_model() in Lightning's own callback.
+# And advice about configure_model() in Lightning's own callback.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    QUIET,
     pytest.mark.filterwarnings("ignore:You're using the WeightAveraging callback:UserWarning"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`:UserWarning"),
 ]

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import torch
 
-from tests.integration.transformers.trainers import At, EMACallback, average, trainer, weights
+from tests.integration.transformers.trainers import (
+    At,
+    EMACallback,
+    average,
+    every,
+    trainer,
+    weights,
+)
 
 
 def main(folder: str, resumed: str, output: str) -> None:
@@ -22,10 +29,7 @@ def main(folder: str, resumed: str, output: str) -> None:
         per_device_train_batch_size=2,
         per_device_eval_batch_size=4,
         gradient_accumulation_steps=2,
-        save_strategy="steps",
-        save_steps=2,
-        eval_strategy="steps",
-        eval_steps=2,
+        **every(2, "save", "eval"),
     )
     run.train(resume_from_checkpoint=None if resumed == "-" else resumed)
     assert callback.ema is not None

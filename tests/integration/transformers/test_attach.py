@@ -11,6 +11,7 @@ from tests.integration.transformers.trainers import (
     arguments,
     average,
     equal,
+    every,
     gpt2,
     trainer,
     transformers,
@@ -202,20 +203,6 @@ def test_a_smaller_batch_after_too_little_memory(tmp_path: Path) -> None:
     assert callback.ema.n_averaged == callback.ema.step == run.state.global_step
 
 
-def test_evaluation_in_a_narrower_dtype(tmp_path: Path) -> None:
-    """After training `bf16_full_eval` casts the average, and neither it nor the averages change."""
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback, bf16_full_eval=True)
-    run.train()
-    kept = {name: value.clone() for name, value in callback.ema.named_averages()}
-    other = trainer(tmp_path, model=callback.ema.averaged_model(), bf16_full_eval=True)
-
-    losses = [run.evaluate()["eval_loss"] for _ in range(2)]
-
-    assert losses == [other.evaluate()["eval_loss"]] * 2
-    assert equal(dict(callback.ema.named_averages()), kept)
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_lora(tmp_path: Path) -> None:
     """The adapters of a model can be averaged, saved and resumed from."""
@@ -226,7 +213,7 @@ def test_lora(tmp_path: Path) -> None:
         return peft.get_peft_model(gpt2(), config)
 
     def run_of(callback: EMACallback) -> Any:
-        options = {"save_strategy": "steps", "save_steps": 5}
+        options = every(5, "save")
         return trainer(tmp_path, callback, model=adapted(), **options)
 
     callback, resumed = (EMACallback(0.9, include="*lora*") for _ in range(2))

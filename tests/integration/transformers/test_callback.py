@@ -11,6 +11,7 @@ from tests.integration.transformers.trainers import (
     Texts,
     average,
     equal,
+    every,
     gpt2,
     normalized,
     trainer,
@@ -36,7 +37,7 @@ class Listener(transformers.TrainerCallback):  # type: ignore[misc]
 
 def test_training_is_not_changed(tmp_path: Path) -> None:
     """The training weights after training are bitwise identical without the callback."""
-    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "epoch"}
+    options = {**every(1, "eval"), "save_strategy": "epoch"}
     plain = trainer(tmp_path / "plain", **options)
     plain.train()
     averaging = trainer(tmp_path, EMACallback(0.5), **options)
@@ -92,9 +93,7 @@ def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
         wanted[step], raw[step] = average(callback.ema), weights(run.model)
 
     seen = Listener("on_prediction_step", "on_evaluate", "on_step_begin")
-    run = trainer(
-        tmp_path, seen, callback, At("on_step_end", note), eval_strategy="steps", eval_steps=2
-    )
+    run = trainer(tmp_path, seen, callback, At("on_step_end", note), **every(2, "eval"))
     run.train()
 
     evaluated = [step for event, step, _ in seen.heard if event == "on_evaluate"]
@@ -138,22 +137,12 @@ def test_evaluate_and_predict_by_hand(tmp_path: Path, make: Any) -> None:
 
     assert loss == other.evaluate()["eval_loss"]
     assert (logits == other.predict(Texts(4)).predictions).all()
+    several = {"a": Texts(4), "b": Texts(4, seed=2)}
+    found, wanted = run.evaluate(several), other.evaluate(several)
+    for name in "eval_a_loss", "eval_b_loss":
+        assert found[name] == wanted[name]
     assert loss != trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
     assert equal(weights(run.model), raw)
-
-
-def test_several_evaluation_sets(tmp_path: Path) -> None:
-    """A dict of sets is evaluated on the average, each of them."""
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback)
-    run.train()
-    plain = trainer(tmp_path, model=callback.ema.averaged_model())
-    several = {"a": Texts(4), "b": Texts(4, seed=2)}
-
-    found, wanted = run.evaluate(several), plain.evaluate(several)
-
-    assert found["eval_a_loss"] == wanted["eval_a_loss"]
-    assert found["eval_b_loss"] == wanted["eval_b_loss"]
 
 
 def test_before_the_first_update(tmp_path: Path) -> None:
@@ -193,8 +182,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path, save: str) -> None:
         tmp_path,
         callback,
         At("on_step_end", note),
-        save_strategy="steps",
-        save_steps=5,
+        **every(5, "save"),
         eval_strategy="epoch",
     )
     run.train()
@@ -224,10 +212,7 @@ def test_the_best_model(tmp_path: Path, save: str) -> None:
         callback,
         At("on_step_end", note),
         learning_rate=1.0,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
+        **every(1, "eval", "save"),
         save_total_limit=1,
         load_best_model_at_end=True,
     )
@@ -241,40 +226,26 @@ def test_the_best_model(tmp_path: Path, save: str) -> None:
     assert run.evaluate()["eval_loss"] == run.state.best_metric
 
 
-def test_the_best_model_without_states(tmp_path: Path) -> None:
-    """Where checkpoints hold models alone, the best average is what is evaluated at the end."""
-    callback = EMACallback(0.8)
+@pytest.mark.parametrize("save", ["average", "raw"])
+def test_the_best_model_without_states(tmp_path: Path, save: str) -> None:
+    """Where checkpoints hold models alone, the best average is evaluated at the end, or a warning told."""
     run = trainer(
         tmp_path,
-        callback,
+        EMACallback(0.8, save=save),
         learning_rate=1.0,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
+        **every(1, "eval", "save"),
         save_only_model=True,
         load_best_model_at_end=True,
     )
+    if save == "raw":
+        with pytest.warns(UserWarning, match="holds no averages, so its training weights"):
+            run.train()
+        return
     run.train()
 
     assert run.state.best_global_step < 12
     assert run.evaluate()["eval_loss"] == run.state.best_metric
     assert not list(tmp_path.rglob("ema.pt"))
-
-
-def test_the_best_raw_model_without_states(tmp_path: Path) -> None:
-    """A warning says that the best averages have not been saved."""
-    run = trainer(
-        tmp_path,
-        EMACallback(0.8, save="raw"),
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        save_only_model=True,
-        load_best_model_at_end=True,
-    )
-
-    with pytest.warns(UserWarning, match="holds no averages, so its training weights"):
-        run.train()
 
 
 def test_the_average_at_the_end(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
-from tests.integration.transformers.trainers import EMACallback, trainer, transformers
+from tests.integration.transformers.trainers import EMACallback, every, trainer, transformers
 from tests.unit.averaging import contracts
 
 
@@ -22,7 +22,7 @@ def new(folder: Path) -> tuple[Any, Any]:
 def trained(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Return a Trainer after two steps, with a checkpoint of each, and its callback."""
     callback = EMACallback(0.9, **options)
-    run = trainer(folder, callback, max_steps=2, save_strategy="steps", save_steps=1)
+    run = trainer(folder, callback, max_steps=2, **every(1, "save"))
     run.train()
     return run, callback
 
@@ -54,19 +54,14 @@ def best_is(step: int, **content: Any) -> Callable[[Path], tuple[Any, Any]]:
     return make
 
 
-def create(**options: Any) -> Callable[[Any, Any], object]:
+Use = Callable[[Any, Any], object]
+attach_to_a_model: Use = lambda run, callback: callback.attach(run.model)
+attach_another: Use = lambda run, callback: EMACallback(0.9).attach(run)
+
+
+def create(**options: Any) -> Use:
     """Return a call of the constructor."""
     return lambda run, callback: EMACallback(**options)
-
-
-def attach_to_a_model(run: Any, callback: Any) -> None:
-    """Attach to what is not a Trainer."""
-    callback.attach(run.model)
-
-
-def attach_another(run: Any, callback: Any) -> None:
-    """Attach a second callback."""
-    EMACallback(0.9).attach(run)
 
 
 def enter(name: str, **arguments: Any) -> Callable[[Any, Any], None]:
@@ -98,20 +93,11 @@ def begin(run: Any, callback: Any, **options: Any) -> None:
     callback.on_train_begin(run.args, run.state, run.control, model=model, optimizer=optimizer)
 
 
-def begin_with_a_model(run: Any, callback: Any) -> None:
-    """Begin to train with what is not an optimizer."""
-    begin(run, callback, optimizer=run.model)
-
-
-def begin_without_names(run: Any, callback: Any) -> None:
-    """Begin to train with a glob that matches no name."""
-    other = EMACallback(0.9, include="head.*")
-    begin(run, other)
-
-
-def begin_unattached(run: Any, callback: Any) -> None:
-    """Begin to train outside of `train`."""
-    callback.on_train_begin(run.args, run.state, run.control)
+begin_with_a_model: Use = lambda run, callback: begin(run, callback, optimizer=run.model)
+begin_without_names: Use = lambda run, callback: begin(run, EMACallback(0.9, include="head.*"))
+begin_unattached: Use = lambda run, callback: callback.on_train_begin(
+    run.args, run.state, run.control
+)
 
 
 def resume(run: Any, callback: Any, step: int = 1) -> None:
@@ -121,17 +107,11 @@ def resume(run: Any, callback: Any, step: int = 1) -> None:
     begin(run, callback)
 
 
-def resume_another_step(run: Any, callback: Any) -> None:
-    """Begin to train from a checkpoint of another step."""
-    resume(run, callback, step=7)
-
-
 def resume_without_file(run: Any, callback: Any) -> None:
     """Begin to train from a checkpoint whose model is the average."""
     folder = Path(run.args.output_dir) / "checkpoint-1"
     (folder / "ema.pt").unlink()
-    state = transformers.TrainerState.load_from_json(folder / "trainer_state.json")
-    run.state = state
+    run.state = transformers.TrainerState.load_from_json(folder / "trainer_state.json")
     resume(run, callback)
 
 
@@ -172,7 +152,7 @@ ROWS: list[tuple[str, type[Exception], Callable[[Path], Any], Callable[[Any, Any
     ("on_train_begin", RuntimeError, new, begin_unattached),
     ("on_train_begin", TypeError, new, begin_with_a_model),
     ("on_train_begin", ValueError, new, begin_without_names),
-    ("on_train_begin", ValueError, trained, resume_another_step),
+    ("on_train_begin", ValueError, trained, lambda run, callback: resume(run, callback, step=7)),
     ("on_train_begin", ValueError, trained, resume_without_file),
     ("on_train_begin", NameMismatchError, changed, resume),
     ("on_train_end", ValueError, best_is(7), end),

@@ -1,3 +1,4 @@
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from tests.integration.transformers.trainers import (
     Texts,
     average,
     equal,
+    every,
     trainer,
     transformers,
     weights,
@@ -58,7 +60,7 @@ def test_several_averages_in_one_validation(tmp_path: Path) -> None:
                 "eval_raw_loss": loss_of(tmp_path / "plain", run.model),
             }
 
-    options = {"eval_strategy": "steps", "eval_steps": 6, "save_strategy": "steps", "save_steps": 6}
+    options = every(6, "eval", "save")
     run = trainer(tmp_path, callback, kind=Comparing, **options)
     run.ema = callback
     start = run.evaluate()
@@ -129,7 +131,7 @@ def test_blocks_around_what_the_user_calls(tmp_path: Path, save: Any) -> None:
 def test_training_inside_a_block(tmp_path: Path, name: str) -> None:
     """A `train()` where the model may hold the average is refused before it loads or changes anything."""
     callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback, save_strategy="steps", save_steps=6)
+    run = trainer(tmp_path, callback, **every(6, "save"))
     run.train()
     raw, kept = weights(run.model), average(callback.ema)
     block = callback.ema.applied() if name == "applied" else getattr(callback, name)()
@@ -142,17 +144,20 @@ def test_training_inside_a_block(tmp_path: Path, name: str) -> None:
     assert equal(weights(run.model), raw)
 
 
-@pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights"])
+@pytest.mark.parametrize("name", ["no block", "evaluating", "evaluating_training_weights"])
 def test_evaluation_in_bf16(tmp_path: Path, name: str) -> None:
-    """With `bf16_full_eval` the model is cast before the block, as the Trainer casts it."""
+    """With `bf16_full_eval` the model is cast before the block, and the averages are not."""
     callback = EMACallback(0.9)
     run = trainer(tmp_path, callback, bf16_full_eval=True, max_steps=2)
     run.train()
-    expected = callback.ema.averaged_model() if name == "evaluating" else run.model
+    kept = {name: value.clone() for name, value in callback.ema.named_averages()}
+    block = contextlib.nullcontext if name == "no block" else getattr(callback, name)
+    expected = run.model if "training" in name else callback.ema.averaged_model()
     plain = trainer(tmp_path, bf16_full_eval=True)
     plain.model.load_state_dict(expected.state_dict())
-    with getattr(callback, name)():
-        loss = run.evaluate()["eval_loss"]
+    with block():
+        losses = [run.evaluate()["eval_loss"] for _ in range(2)]
 
-    assert loss == plain.evaluate()["eval_loss"]
+    assert losses == [plain.evaluate()["eval_loss"]] * 2
     assert next(run.model.parameters()).dtype is torch.bfloat16
+    assert equal(dict(callback.ema.named_averages()), kept)

@@ -13,14 +13,12 @@ from tests.integration.transformers.trainers import (
     EMACallback,
     average,
     equal,
+    every,
     fail,
     result,
     trainer,
     weights,
 )
-
-
-ROOT = Path(__file__).parents[3]
 
 
 def interrupt(step: int) -> None:
@@ -32,7 +30,7 @@ def interrupt(step: int) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-EVALUATING = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4}
+EVALUATING = every(4, "eval", "save")
 
 
 @pytest.fixture(scope="module")
@@ -98,31 +96,11 @@ def test_errors_in_what_the_user_calls(tmp_path: Path) -> None:
     assert equal(weights(run.model), raw)
 
 
-def cut(content: bytes) -> bytes:
-    """Lose the second half."""
-    return content[: len(content) // 2]
-
-
 def flip(content: bytes) -> bytes:
     """Change one bit of a training weight."""
     raw = torch.load(io.BytesIO(content), weights_only=True)["raw"]
     place = content.index(raw["transformer.wte.weight"].numpy().tobytes())
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
-
-
-def empty(content: bytes) -> bytes:
-    """Lose all."""
-    return b""
-
-
-def of_another_step(content: bytes) -> bytes:
-    """Give the averages another step."""
-    return changed(content, global_step=5)
-
-
-def of_a_later_version(content: bytes) -> bytes:
-    """Give the file a version that is not known."""
-    return changed(content, version=9)
 
 
 def changed(content: bytes, **entries: int) -> bytes:
@@ -138,12 +116,16 @@ UNREADABLE = r"ema\.pt cannot be read .*training weights.*Resume from another ch
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
-        (cut, UNREADABLE),
+        (lambda content: content[: len(content) // 2], UNREADABLE),
         (flip, UNREADABLE),
-        (empty, UNREADABLE),
-        (of_another_step, "is of step 5, and the checkpoint of step 4"),
-        (of_a_later_version, "newer"),
+        (lambda content: b"", UNREADABLE),
+        (
+            lambda content: changed(content, global_step=5),
+            "is of step 5, and the checkpoint of step 4",
+        ),
+        (lambda content: changed(content, version=9), "newer"),
     ],
+    ids=["cut", "flip", "empty", "of another step", "of a later version"],
 )
 def test_a_file_that_cannot_be_used(
     whole_run: Any, tmp_path: Path, damage: Callable[[bytes], bytes], match: str

@@ -11,6 +11,7 @@ from tests.integration.transformers.trainers import (
     EMACallback,
     average,
     equal,
+    every,
     fail,
     gpt2,
     normalized,
@@ -50,10 +51,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Any:
             callback,
             model=model_of(precision),
             gradient_accumulation_steps=accumulation,
-            save_strategy="steps",
-            save_steps=1,
-            eval_strategy="steps",
-            eval_steps=2,
+            **every(1, "save"),
+            **every(2, "eval"),
         )
         whole.train()
         return folder, result(whole, callback)
@@ -73,8 +72,7 @@ def test_resume(
         callback,
         model=model_of(precision),
         gradient_accumulation_steps=accumulation,
-        eval_strategy="steps",
-        eval_steps=2,
+        **every(2, "eval"),
     )
 
     run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
@@ -92,7 +90,7 @@ def test_resume(
 )
 def test_resume_of_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
     """Learning rates that follow the average, and runs that keep one checkpoint, resume as well."""
-    steps = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    steps = every(1, "save", "eval")
     callback, again = EMACallback(0.9), EMACallback(0.9)
     kept: list[Path] = []
 
@@ -121,7 +119,7 @@ def test_resume_of_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
 def test_resume_with_options(tmp_path: Path, options: dict[str, Any], save: Any) -> None:
     """With options of `EMA` and running statistics a run resumes bitwise identically at each step."""
     callback = EMACallback(**options, save=save)
-    whole = trainer(tmp_path, callback, model=normalized(), save_strategy="steps", save_steps=1)
+    whole = trainer(tmp_path, callback, model=normalized(), **every(1, "save"))
     whole.train()
     wanted = result(whole, callback)
 
@@ -138,9 +136,6 @@ def test_resume_with_options(tmp_path: Path, options: dict[str, Any], save: Any)
 def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) -> None:
     """A checkpoint that another callback saves in an evaluation holds and resumes the same."""
 
-    def options() -> dict[str, Any]:
-        return {"eval_strategy": "steps", "eval_steps": 4}
-
     def save_now(step: int) -> None:
         held.append(average(callback.ema) if save == "average" else raw[-1])
         whole.save_model(tmp_path / "model")
@@ -150,10 +145,10 @@ def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) ->
     raw: list[Any] = []
     callback = EMACallback(0.9, save=save)
     note = At("on_step_end", lambda _: raw.append(weights(whole.model)), 4)
-    whole = trainer(tmp_path, note, callback, At(event, save_now, 4), **options())
+    whole = trainer(tmp_path, note, callback, At(event, save_now, 4), **every(4, "eval"))
     whole.train()
     again = EMACallback(0.9, save=save)
-    run = trainer(tmp_path / "again", again, **options())
+    run = trainer(tmp_path / "again", again, **every(4, "eval"))
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
     assert equal(result(run, again), result(whole, callback))
@@ -164,7 +159,7 @@ def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) ->
 
 def test_the_last_checkpoint(tmp_path: Path) -> None:
     """`resume_from_checkpoint=True` goes on from the last checkpoint of the folder."""
-    options = {"save_strategy": "steps", "save_steps": 4, "eval_on_start": True}
+    options = {**every(4, "save"), "eval_on_start": True}
     callback = EMACallback(0.9)
     whole = trainer(tmp_path, callback, **options)
     whole.train()
@@ -189,10 +184,7 @@ def test_a_resume_keeps_the_best_average(tmp_path: Path) -> None:
     """A best average of before the interruption is the one that is loaded at the end."""
     options = {
         "learning_rate": 1.0,
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
+        **every(1, "eval", "save"),
         "load_best_model_at_end": True,
     }
     callback, again = EMACallback(0.8), EMACallback(0.8)
@@ -209,7 +201,7 @@ def test_a_resume_keeps_the_best_average(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
     """It is gone on from with a warning, and averaging starts anew from its weights."""
-    plain = trainer(tmp_path, save_strategy="steps", save_steps=5)
+    plain = trainer(tmp_path, **every(5, "save"))
     plain.train()
     callback = EMACallback(0.9)
     run = trainer(tmp_path / "again", callback)
@@ -224,7 +216,7 @@ def test_a_checkpoint_without_averages(tmp_path: Path) -> None:
 @pytest.mark.parametrize("only_model", [False, True])
 def test_a_checkpoint_that_has_lost_its_averages(tmp_path: Path, only_model: bool) -> None:
     """Without `ema.pt` a model that is the average is refused, and not trained."""
-    options = {"save_strategy": "steps", "save_steps": 5, "save_only_model": only_model}
+    options = {**every(5, "save"), "save_only_model": only_model}
     trainer(tmp_path, EMACallback(0.9), max_steps=5, **options).train()
     folder = tmp_path / "checkpoint-5"
     (folder / "ema.pt").unlink(missing_ok=only_model)
@@ -242,7 +234,7 @@ def test_training_weights_without_averages(tmp_path: Path) -> None:
     raw = EMACallback(0.9, save="raw")
     early = EMACallback(0.9, update_after_step=100)
     for name, callback in (("raw", raw), ("early", early)):
-        options = {"save_strategy": "steps", "save_steps": 5, "max_steps": 5}
+        options = {**every(5, "save"), "max_steps": 5}
         trainer(tmp_path / name, callback, **options).train()
         folder = tmp_path / name / "checkpoint-5"
         (folder / "ema.pt").unlink()
@@ -257,7 +249,7 @@ def test_training_weights_without_averages(tmp_path: Path) -> None:
 def test_a_run_without_the_callback_in_between(whole_run: Any, tmp_path: Path) -> None:
     """A checkpoint that a plain Trainer saves after it resumed is not taken for an average."""
     folder, _ = whole_run("fp32", 1, "average")
-    plain = trainer(tmp_path / "plain", save_strategy="steps", save_steps=3)
+    plain = trainer(tmp_path / "plain", **every(3, "save"))
     plain.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
     callback = EMACallback(0.9)
     run = trainer(tmp_path / "again", callback)
@@ -272,7 +264,7 @@ def test_a_checkpoint_with_averages_needs_no_callback(whole_run: Any, tmp_path: 
     raw, wanted = whole_run("fp32", 1, "raw")
     average_folder, _ = whole_run("fp32", 1, "average")
     # Evaluations draw random numbers, too.
-    options = {"eval_strategy": "steps", "eval_steps": 2}
+    options = every(2, "eval")
     run, from_average = (trainer(tmp_path / name, **options) for name in "ab")
 
     run.train(resume_from_checkpoint=str(raw / "checkpoint-9"))
@@ -288,7 +280,7 @@ def test_another_way_to_save(whole_run: Any, tmp_path: Path, save: Any, other: A
     """A run resumes bitwise identically whether checkpoints hold the average or not."""
     folder, wanted = whole_run("fp32", 1, save)
     callback = EMACallback(0.9, save=other)
-    run = trainer(tmp_path, callback, eval_strategy="steps", eval_steps=2)
+    run = trainer(tmp_path, callback, **every(2, "eval"))
     run.train(resume_from_checkpoint=str(folder / "checkpoint-9"))
 
     assert equal(result(run, callback), wanted)

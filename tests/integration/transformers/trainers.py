@@ -129,6 +129,12 @@ def trainer(
     return run
 
 
+def every(steps: int, *kinds: str) -> dict[str, Any]:
+    """Return arguments that evaluate or save, or both, every few steps."""
+    strategies = {f"{kind}_strategy": "steps" for kind in kinds}
+    return {**strategies, **{f"{kind}_steps": steps for kind in kinds}}
+
+
 class At(transformers.TrainerCallback):  # type: ignore[misc]
     """Calls a function at an event, with the step: at each, or at one of them.
 

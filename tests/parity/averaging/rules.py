@@ -1,5 +1,8 @@
 """Update rules that the tests of averaging share, and what a model goes through in between."""
 
+import copy
+import io
+import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +98,21 @@ def averaged_of(impl: Implementation, subject: str, updates: int = 2, **argument
     return model, averaged
 
 
-def inputs(rows: int = 5) -> torch.Tensor:
-    """Return a batch that depends on nothing."""
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1))
+def through_pickle(averaged: Any) -> Any:
+    """Return what comes back from pickle."""
+    return pickle.loads(pickle.dumps(averaged))
+
+
+def through_file(averaged: Any) -> Any:
+    """Return what comes back from a file that holds the whole object."""
+    file = io.BytesIO()
+    torch.save(averaged, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": through_pickle,
+    "torch.save": through_file,
+}

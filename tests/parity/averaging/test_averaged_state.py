@@ -1,6 +1,4 @@
-import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -9,11 +7,14 @@ from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
 from tests.models import normed_net, one_weight, set_weight
 from tests.parity.averaging.rules import (
+    COPIES,
     RULES,
     averaged_of,
     build,
     decaying,
     every_subject,
+    through_file,
+    through_pickle,
     training_states,
 )
 
@@ -30,22 +31,6 @@ def averaged_net(impl: Implementation, rule: str = "default", updates: int = 3, 
     return model, averaged
 
 
-def through_pickle(averaged: torch.nn.Module) -> torch.nn.Module:
-    """Return what comes back from pickle."""
-    return pickle.loads(pickle.dumps(averaged))
-
-
-def through_file(averaged: torch.nn.Module) -> torch.nn.Module:
-    """Return what comes back from a checkpoint that holds the whole object."""
-    buffer = io.BytesIO()
-    torch.save(averaged, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-COPIES = [copy.deepcopy, through_pickle, through_file]
-
-
 def test_state_dict_is_that_of_torch() -> None:
     """Keys, their order, values and metadata equal torch's."""
 
@@ -57,14 +42,21 @@ def test_state_dict_is_that_of_torch() -> None:
 
 
 @every_rule
+@every_subject
+@for_each("assign", [False, True])
 @pytest.mark.parametrize("source", [TORCH, MODKIT], ids=str)
 @pytest.mark.parametrize("target", [TORCH, MODKIT], ids=str)
-def test_average_continues_in_either_library(rule: str, source, target) -> None:
-    """An average saved after three updates and loaded by either library goes on bit by bit."""
+def test_average_continues_in_either_library(
+    rule: str, subject: str, assign: bool, source, target
+) -> None:
+    """An average that either library loads from a file, by copy or assignment, goes on bit by bit."""
     torch.manual_seed(1)
-    model, averaged = averaged_net(source, rule)
-    resumed = target.AveragedModel(normed_net(target), **RULES[rule](target))
-    keys = resumed.load_state_dict(averaged.state_dict())
+    model, averaged = averaged_of(source, subject, 3, **RULES[rule](source))
+    file = io.BytesIO()
+    torch.save(averaged.state_dict(), file)
+    file.seek(0)
+    resumed = target.AveragedModel(build(target, subject), **RULES[rule](target))
+    keys = resumed.load_state_dict(torch.load(file, weights_only=True), assign=assign)
     for _ in training_states(model, 3):
         averaged.update_parameters(model)
         resumed.update_parameters(model)
@@ -94,7 +86,7 @@ def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
     )
 
 
-@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
 def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
     """A copy has all values and arguments, and goes on averaging by itself."""
     model = one_weight(impl, 1.0)
@@ -136,57 +128,3 @@ def test_the_state_is_a_shallow_copy(impl: Implementation, subject: str) -> None
     assert followed
     assert all(not t.any() for t in averaged.parameters())
     assert averaged.n_averaged == 0
-
-
-@every_subject
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("rule", ["default", "avg_fn ema", "multi_avg_fn swa"])
-def test_an_average_goes_on_where_it_was_saved(
-    impl: Implementation, subject: str, assign: bool, rule: str
-) -> None:
-    """A new average that loads the file, by copy or assignment, continues bitwise identically."""
-    model, averaged = averaged_of(impl, subject, 3, **RULES[rule](impl))
-    file = io.BytesIO()
-    torch.save(averaged.state_dict(), file)
-    file.seek(0)
-    resumed = impl.AveragedModel(build(impl, subject), **RULES[rule](impl))
-    keys = resumed.load_state_dict(torch.load(file, weights_only=True), assign=assign)
-    for _ in training_states(model, 3):
-        averaged.update_parameters(model)
-        resumed.update_parameters(model)
-
-    assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
-    assert resumed.n_averaged == 6
-    assert freeze(resumed) == freeze(averaged)
-
-
-def with_extra_state(impl: Implementation, model, **arguments):
-    """Return an average of a subclass that saves its decay."""
-
-    class Decaying(impl.AveragedModel):
-        decay = 0.5
-
-        def get_extra_state(self):
-            return {"decay": self.decay}
-
-        def set_extra_state(self, state):
-            self.decay = state["decay"]
-
-    return Decaying(model, **arguments)
-
-
-@every_subject
-def test_extra_state_is_saved_and_loaded(impl: Implementation, subject: str) -> None:
-    """A subclass may save more with its state: what get_extra_state returns comes back."""
-    model = build(impl, subject)
-    averaged, other = (with_extra_state(impl, model) for _ in range(2))
-    averaged.decay = 0.25
-    averaged.update_parameters(model)
-    file = io.BytesIO()
-    torch.save(averaged.state_dict(), file)
-    file.seek(0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-
-    assert averaged.state_dict()["_extra_state"] == {"decay": 0.25}
-    assert other.decay == 0.25
-    assert other.n_averaged == 1

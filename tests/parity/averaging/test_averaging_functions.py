@@ -37,11 +37,12 @@ def made(impl: Implementation, name: str):
 
 
 def called(impl: Implementation, name: str, averaged, current, count):
-    """Call a function on one tensor or on a list, and return what became of the average."""
+    """Call a function on one tensor, or on a list and a tuple; return what became of the average."""
     if name in SINGLE:
         return made(impl, name)(averaged, current, count)
     tensors = [averaged, averaged.clone()]
     result = made(impl, name)(tensors, [current, current * 2], count)
+    made(impl, name)(tuple(tensors), (current, current * 2), count)
     return result, tensors
 
 
@@ -77,13 +78,15 @@ def test_functions_are_functions(impl: Implementation, name: str) -> None:
 
 
 @for_each("count", [0, 1, 7, torch.tensor(0), torch.tensor(7)])
-@for_each("dtype", DTYPES)
+@for_each(("dtype", "other"), [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.bfloat16)])
 @for_each("name", FUNCTIONS)
-def test_functions_give_the_bits_of_torch(name: str, dtype: torch.dtype, count) -> None:
-    """Values, dtypes and errors equal torch's for every dtype and both kinds of count."""
+def test_functions_give_the_bits_of_torch(
+    name: str, dtype: torch.dtype, other: torch.dtype, count
+) -> None:
+    """Values, dtypes and errors equal torch's for every dtype, two of them, and each kind of count."""
 
     def scenario(impl: Implementation):
-        averaged, current = (5 * torch.randn(2, 3)).to(dtype), (5 * torch.randn(2, 3)).to(dtype)
+        averaged, current = (5 * torch.randn(2, 3)).to(dtype), (5 * torch.randn(2, 3)).to(other)
         try:
             return called(impl, name, averaged, current, count)
         except RuntimeError as error:
@@ -107,18 +110,6 @@ def test_functions_record_no_graph(impl: Implementation, name: str) -> None:
     assert averaged.requires_grad
 
 
-@pytest.mark.parametrize("name", MANY)
-def test_tuples_serve_as_lists(name: str) -> None:
-    """The forms for lists take tuples of tensors."""
-
-    def scenario(impl: Implementation):
-        averaged = (torch.randn(3), torch.randn(2))
-        made(impl, name)(averaged, (torch.randn(3), torch.randn(2)), 2)
-        return averaged
-
-    assert same(scenario)[0] == "returned"
-
-
 @for_each("dtype", [torch.float32, torch.int64])
 @for_each("name", MANY)
 def test_lists_that_do_not_fit_are_refused_as_in_torch(name: str, dtype: torch.dtype) -> None:
@@ -139,38 +130,18 @@ def test_lists_that_do_not_fit_are_refused_as_in_torch(name: str, dtype: torch.d
     assert same(scenario(([2], [3])))[0] == "raised"
 
 
-@for_each("name", FUNCTIONS)
-def test_unequal_dtypes_do_what_torch_does(name: str) -> None:
-    """A float32 average of bfloat16 values is promoted or refused as in torch."""
-
-    def scenario(impl: Implementation):
-        averaged = torch.randn(3)
-        try:
-            return called(impl, name, averaged, torch.randn(3).bfloat16(), torch.tensor(2))
-        except RuntimeError as error:
-            return str(error), averaged
-
-    assert same(scenario)[0] == "returned"
+DECAYS = {
+    "ValueError": [-0.1, 1.1, -1, 2, float("inf"), torch.tensor(1.5)],
+    "TypeError": [None, "0.9", [0.9]],
+    # The limits, and NaN, which compares with nothing.
+    "": [0, 1, 0.0, 1.0, True, float("nan"), torch.tensor(0.5)],
+}
 
 
-@for_each("decay", [-0.1, 1.1, -1, 2, float("inf"), torch.tensor(1.5)])
+@for_each(("error", "decay"), [(error, one) for error, row in DECAYS.items() for one in row])
 @for_each("name", EMA)
-def test_decay_outside_of_0_to_1_is_refused(name: str, decay) -> None:
-    """A decay outside [0, 1] raises torch's ValueError when the function is created."""
-    assert same(lambda impl: getattr(impl, name)(decay))[:2] == ("raised", "ValueError")
-
-
-@for_each("decay", [None, "0.9", [0.9]])
-@for_each("name", EMA)
-def test_decay_that_is_no_number_is_refused(name: str, decay) -> None:
-    """A decay that cannot be compared raises torch's TypeError."""
-    assert same(lambda impl: getattr(impl, name)(decay))[:2] == ("raised", "TypeError")
-
-
-@for_each("decay", [0, 1, 0.0, 1.0, True, float("nan"), torch.tensor(0.5)])
-@for_each("name", EMA)
-def test_unusual_decays_are_taken(name: str, decay) -> None:
-    """The limits, booleans, tensors and NaN, which compares with nothing, work as in torch."""
+def test_decays(name: str, error: str, decay) -> None:
+    """A decay outside [0, 1], or that is not a number, raises torch's error; others work as in torch."""
 
     def scenario(impl: Implementation):
         function = getattr(impl, name)(decay)
@@ -180,7 +151,10 @@ def test_unusual_decays_are_taken(name: str, decay) -> None:
         function([averaged], [current], 1)
         return averaged
 
-    assert same(scenario)[0] == "returned"
+    kind, value, *_ = same(scenario)
+
+    assert kind == ("raised" if error else "returned")
+    assert not error or value == error
 
 
 def test_parameters_of_the_functions_have_the_names_of_torch(impl: Implementation) -> None:

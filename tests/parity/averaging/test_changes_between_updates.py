@@ -1,8 +1,5 @@
 """Models and averages that are changed between updates, with and without flat buffers."""
 
-import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +7,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.rules import RULES, training_states
+from tests.parity.averaging.rules import COPIES, RULES, training_states
 
 
 # Four tensors of one shape share a flat buffer, so the small network has none.
@@ -127,21 +124,6 @@ ONE: dict[str, Callable[[Any], object]] = {
     "share_memory": lambda net: net.share_memory(),
     "clone": lambda net: net._apply(lambda tensor: tensor.clone()),
     "write in inference mode": torch.inference_mode()(lambda net: net[0].weight.fill_(2.0)),
-}
-
-
-def through_file(averaged: Any) -> Any:
-    """Return what comes back from a file that holds the whole object."""
-    file = io.BytesIO()
-    torch.save(averaged, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda one: pickle.loads(pickle.dumps(one)),
-    "torch.save": through_file,
 }
 
 

@@ -1,16 +1,13 @@
 """The count in the memory of an accelerator, where the host does not read it; on the CPU as one."""
 
-import copy
-
 import pytest
 import torch
 
 from modkit.optim import swa_utils
 from tests.cases import for_each
-from tests.helpers import MODKIT, Implementation, same
-from tests.models import normed_net, one_weight, set_weight
-from tests.parity.averaging.rules import RULES, states_after_updates
-from tests.parity.averaging.test_n_averaged import WRITES, average_of_two, values
+from tests.helpers import MODKIT, Implementation
+from tests.models import one_weight, set_weight
+from tests.parity.averaging.test_n_averaged import values
 from tests.unit.averaging.recipes import CountCalls, as_accelerator
 
 
@@ -18,59 +15,6 @@ from tests.unit.averaging.recipes import CountCalls, as_accelerator
 def on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let modkit treat the CPU as a device on which reads are host syncs."""
     as_accelerator(monkeypatch)
-
-
-STORAGE_WRITES = {
-    "storage": lambda averaged, count: averaged.n_averaged.untyped_storage().copy_(
-        torch.tensor(count).untyped_storage()
-    ),
-    "data.zero_": lambda averaged, count: averaged.n_averaged.data.zero_().add_(count),
-    "out=": lambda averaged, count: torch.add(torch.tensor(count), 0, out=averaged.n_averaged.data),
-}
-ALL_WRITES = {**WRITES, **STORAGE_WRITES}
-
-
-@for_each(("rule", "copied"), [*((rule, False) for rule in RULES), ("default", True)])
-@for_each("write", ALL_WRITES)
-def test_every_write_is_seen(rule: str, copied: bool, write: str) -> None:
-    """No way to write the count is missed: copying, averaging and waiting give the bits of torch."""
-
-    def scenario(impl: Implementation):
-        model, averaged = average_of_two(impl, rule)
-        found = []
-        for count in 5, 0, -1:
-            ALL_WRITES[write](averaged, count)
-            if copied:
-                averaged = copy.deepcopy(averaged)
-            for value in 0.3, float("inf"), 0.7:
-                averaged.update_parameters(set_weight(model, value))
-                found.append(values(averaged))
-            set_weight(averaged.module, 1.0)
-        return repr(found)
-
-    assert same(scenario)[0] == "returned"
-
-
-@for_each("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64])
-@for_each("use_buffers", [False, True])
-@for_each("rule", RULES)
-def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype: torch.dtype) -> None:
-    """Six updates of a network are bitwise identical in every parameter and buffer."""
-
-    def scenario(impl: Implementation):
-        if dtype.is_complex:
-            model = impl.nn.ParameterList(
-                [torch.zeros(19, dtype=dtype), torch.zeros((), dtype=dtype)]
-            )
-        else:
-            model = normed_net(impl).to(dtype)
-            if use_buffers:
-                # Torch averages integers too, or fails to.
-                del model[1].num_batches_tracked
-        averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
-        return states_after_updates(averaged, model, 6)
-
-    assert same(scenario)[0] == "returned"
 
 
 def in_place(averages, currents, count) -> None:

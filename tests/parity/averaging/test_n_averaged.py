@@ -1,6 +1,4 @@
 import copy
-import io
-import pickle
 import sys
 
 import pytest
@@ -10,7 +8,7 @@ import torch.multiprocessing as mp
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.models import normed_net, one_weight, set_weight
-from tests.parity.averaging.rules import RULES, state_after_updates, states_after_updates
+from tests.parity.averaging.rules import COPIES, RULES, state_after_updates, states_after_updates
 from tests.processes import METHOD, context
 from tests.unit.averaging.recipes import as_accelerator
 
@@ -77,7 +75,14 @@ WRITES = {
     "load_state_dict(assign=True)": lambda averaged, count: load(averaged, count, assign=True),
     "load_state_dict with swap_tensors": load_swapping,
 }
-every_write = for_each("write", WRITES)
+# Only where the host does not read the count at each update.
+STORAGE_WRITES = {
+    "storage": lambda averaged, count: averaged.n_averaged.untyped_storage().copy_(
+        torch.tensor(count).untyped_storage()
+    ),
+    "data.zero_": lambda averaged, count: averaged.n_averaged.data.zero_().add_(count),
+    "out=": lambda averaged, count: torch.add(torch.tensor(count), 0, out=averaged.n_averaged.data),
+}
 
 
 def average_of_two(impl: Implementation, rule: str = "default"):
@@ -94,20 +99,33 @@ def values(averaged) -> tuple[float, int]:
     return averaged.module.weight.item(), averaged.n_averaged.item()
 
 
-@every_rule
-@every_write
-def test_a_written_count_reaches_every_rule(rule: str, write: str) -> None:
-    """Each rule copies or averages by the latest written count with the bits of torch."""
+@for_each(("rule", "copied"), [*((rule, False) for rule in RULES), ("default", True)])
+@for_each(
+    ("write", "on_device"),
+    [
+        *((write, False) for write in WRITES.items()),
+        *((write, True) for write in (WRITES | STORAGE_WRITES).items()),
+    ],
+)
+def test_a_written_count_reaches_every_rule(
+    rule: str, copied: bool, write, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rule copies, averages or waits by the latest written count with the bits of torch."""
+    if on_device:
+        as_accelerator(monkeypatch)
 
     def scenario(impl: Implementation):
         model, averaged = average_of_two(impl, rule)
         found = []
-        for count, numbers in (5, (0.3, 0.7)), (0, (0.3, 0.7)), (3, (0.9,)), (0, (0.2,)):
-            WRITES[write](averaged, count)
-            for value in numbers:
+        for count in 5, 0, 3, 0, -1:
+            write[1](averaged, count)
+            if copied:
+                averaged = copy.deepcopy(averaged)
+            for value in 0.3, float("inf"), 0.7:
                 averaged.update_parameters(set_weight(model, value))
                 found.append(values(averaged))
-        return found
+            set_weight(averaged.module, 1.0)
+        return repr(found)
 
     assert same(scenario)[0] == "returned"
 
@@ -195,21 +213,6 @@ def test_a_count_loaded_in_inference_mode_is_read_at_each_update() -> None:
         return values(averaged)
 
     assert same(scenario)[0] == "returned"
-
-
-def through_file(averaged):
-    """Return what comes back from a file that holds the whole object."""
-    file = io.BytesIO()
-    torch.save(averaged, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda averaged: pickle.loads(pickle.dumps(averaged)),
-    "torch.save": through_file,
-}
 
 
 @for_each("way", COPIES)

@@ -1,14 +1,11 @@
 import inspect
 
-import pytest
-import torch
 import torch.optim.swa_utils as upstream
 
 import modkit.optim
 from modkit.optim import swa_utils
-from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation
+from tests.helpers import Implementation
 
 
 def parameters(function) -> list[tuple[str, str, object]]:
@@ -45,27 +42,13 @@ def test_names_say_where_they_are_imported_from(impl: Implementation, name: str)
     assert found.__doc__
 
 
+def test_update_parameters_has_the_signature_of_torch() -> None:
+    """The other methods are those of Module."""
+    ours, theirs = swa_utils.AveragedModel, upstream.AveragedModel
+
+    assert parameters(ours.update_parameters) == parameters(theirs.update_parameters)
+
+
 def test_alias_for_lists_of_tensors(impl: Implementation) -> None:
     """The alias that annotates averaging functions can be imported, and means the same."""
     assert impl.swa_utils.PARAM_LIST == upstream.PARAM_LIST
-
-
-PUBLIC = [
-    name
-    for name, member in inspect.getmembers(torch.optim.swa_utils.AveragedModel, callable)
-    if not name.startswith("_")
-]
-
-
-@for_each("method", PUBLIC)
-def test_public_methods_have_the_signatures_of_torch(method: str) -> None:
-    """Each public method takes the parameters of torch's, in their order and with their defaults."""
-
-    def parameters(impl: Implementation) -> list[tuple[str, object, object]]:
-        signature = inspect.signature(getattr(impl.AveragedModel, method))
-        return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
-
-    if method == "modules" and not MODULES_CAN_REPEAT:
-        pytest.skip("test_traversal.py::test_modules shows the difference")
-
-    assert parameters(MODKIT) == parameters(TORCH)

@@ -62,23 +62,6 @@ def test_tied_parameters_are_averaged_once(impl: Implementation, rule: str) -> N
     assert torch.equal(averaged.module[0].weight, reference.module[0].weight)
 
 
-@every_rule
-def test_complex_and_0_dimensional_parameters_are_averaged(rule: str) -> None:
-    """Complex and 0-dimensional parameters give the bits of torch."""
-
-    def scenario(impl: Implementation):
-        def model(value: complex):
-            module = impl.nn.Module()
-            module.turn = impl.nn.Parameter(torch.tensor([value, 2 - value]))
-            module.scale = impl.nn.Parameter(torch.tensor(abs(value)))
-            return module
-
-        averaged = impl.AveragedModel(model(0j), **RULES[rule](impl))
-        return state_after_updates(averaged, model(1 + 2j), model(-0.3j))
-
-    assert same(scenario)[0] == "returned"
-
-
 def updated_twice_without_parameters(impl: Implementation, rule: str) -> int:
     """Average a model that has no tensors, and return the count."""
     averaged = impl.AveragedModel(impl.nn.ReLU(), **RULES[rule](impl))

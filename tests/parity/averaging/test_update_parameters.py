@@ -12,38 +12,34 @@ from tests.parity.averaging.rules import (
     states_after_updates,
     training_states,
 )
+from tests.unit.averaging.recipes import as_accelerator
 
 
 every_rule = for_each("rule", RULES)
 
 
-def test_first_update_does_not_call_the_function(impl: Implementation) -> None:
-    """Averaging functions are called from the second update on."""
-    calls = []
-    model = one_weight(impl)
-    averaged = [
-        impl.AveragedModel(model, avg_fn=lambda a, c, n: calls.append("one") or a),
-        impl.AveragedModel(model, multi_avg_fn=lambda a, c, n: calls.append("many")),
-    ]
-    for _ in range(2):
-        calls.append("update")
-        for each in averaged:
-            each.update_parameters(model)
-
-    assert calls == ["update", "update", "one", "many"]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
 @pytest.mark.parametrize("use_buffers", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
 @every_rule
-def test_updates_give_the_bits_of_torch(rule: str, use_buffers: bool, dtype) -> None:
-    """Six updates are bitwise identical in every parameter and buffer, for every rule and dtype."""
+def test_updates_give_the_bits_of_torch(
+    rule: str, on_device: bool, use_buffers: bool, dtype, monkeypatch
+) -> None:
+    """Six updates are bitwise identical in every parameter and buffer, also on an accelerator."""
+    if on_device:
+        as_accelerator(monkeypatch)
 
     def scenario(impl: Implementation):
-        model = normed_net(impl).to(dtype)
-        if use_buffers:
-            # Torch averages integers too, or fails to.
-            del model[1].num_batches_tracked
+        if dtype.is_complex:
+            members = [torch.zeros(19, dtype=dtype), torch.zeros((), dtype=dtype)]
+            model = impl.nn.ParameterList(members)
+        else:
+            model = normed_net(impl).to(dtype)
+            if use_buffers:
+                # Torch averages integers too, or fails to.
+                del model[1].num_batches_tracked
         averaged = impl.AveragedModel(model, **RULES[rule](impl), use_buffers=use_buffers)
         return states_after_updates(averaged, model, 6)
 

@@ -78,7 +78,7 @@ def pytest_configure():
     dtensor = importlib.import_module("torch.testing._internal.distributed._tensor.common_dtensor")
     sys.modules["torch_npu.testing._internal.common_fsdp"].FSDPNPUTest = fsdp.FSDPTest
     sys.modules["torch_npu.testing.common_distributed"].with_comms = dtensor.with_comms
-    # What the tests in these folders share.
+    # The models and helpers that tests in these folders share.
     sys.path += ["test/distributed/pipelining", "test/functorch"]
     if importlib.util.find_spec("common_utils") is None:
         sys.modules["common_utils"] = _Absent("common_utils")

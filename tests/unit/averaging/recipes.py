@@ -1,5 +1,8 @@
 """Small models, steps and counters that the tests of ``EMA`` share."""
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +40,39 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
     return net.to(dtype)
+
+
+def layers(dtype: torch.dtype = torch.float32, count: int = 5) -> nn.Sequential:
+    """Return small layers of one shape, enough to share a flat buffer, with all elements 0."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count))).to(dtype)
+    set_to(model, 0.0)
+    return model
+
+
+def walk(model: nn.Module, seed: int) -> None:
+    """Give each parameter random values around 3."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) + 3.0)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the state of a model."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same_state(model: nn.Module, state: dict[str, Tensor]) -> bool:
+    """Return True if a model is bitwise in that state."""
+    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def by_pickle(one: Any) -> Any:
+    """Return a copy that went through pickle."""
+    return pickle.loads(pickle.dumps(one))
+
+
+COPIES: list[Callable[[Any], Any]] = [copy.deepcopy, by_pickle]
 
 
 def train(net: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:

@@ -176,34 +176,24 @@ def unchanged(ema: "modkit.EMA[Any]") -> None:
     assert (ema.step, ema.n_averaged) == counters
 
 
-def test_meta_parameters_are_refused_until_they_have_data() -> None:
-    """An update with parameters on the meta device fails; with data the average starts."""
-    net = network().to("meta")
-    ema = modkit.EMA(net, decay=0.5)
-    unchanged(ema)
-    net.to_empty(device="cpu")
-    for value in 2.0, 4.0:
-        set_to(net, value)
-        ema.update()
-
-    assert averaged(ema, "0.weight").unique().tolist() == [3.0]
-    assert (ema.step, ema.n_averaged) == (2, 2)
-
-
-def test_a_model_that_was_moved_to_meta_leaves_its_average() -> None:
-    """An average that has started keeps its values, and goes on when the model has data again."""
+@for_each("begun", [False, True])
+def test_meta_parameters_are_refused_until_they_have_data(begun: bool) -> None:
+    """An average that has started keeps its values; with data it starts, or goes on."""
     model = model_of([1.0, 3.0])
     ema = modkit.EMA(model, decay=0.5)
-    ema.update()
+    if begun:
+        ema.update()
     model.to("meta")
     unchanged(ema)
-    kept = averaged(ema).clone()
+    kept = [value.tolist() for _, value in ema.named_averages()]
     model.to_empty(device="cpu")
-    set_to(model, [3.0, 5.0])
-    ema.update()
+    for value in [3.0, 5.0], [4.0, 6.0]:
+        set_to(model, value)
+        ema.update()
 
-    assert kept.tolist() == [1.0, 3.0]
-    assert averaged(ema).tolist() == [2.0, 4.0]
+    assert kept == ([[1.0, 3.0]] if begun else [])
+    assert averaged(ema).tolist() == ([3.0, 5.0] if begun else [3.5, 5.5])
+    assert ema.n_averaged == 2 + begun
 
 
 # --- wrappers --------------------------------------------------------------------------------------

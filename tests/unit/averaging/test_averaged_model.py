@@ -1,6 +1,5 @@
 """``AveragedModel`` beyond torch: options, copies, life time, exported names."""
 
-import copy
 import gc
 import pickle
 import sys
@@ -15,6 +14,7 @@ from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
 from tests.models import set_weight
+from tests.unit.averaging.recipes import COPIES, layers
 
 
 def half_average(model: torch.nn.Module, **arguments) -> AveragedModel:
@@ -55,7 +55,7 @@ def test_an_average_does_not_keep_its_model_alive() -> None:
     assert weight() is None
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda a: pickle.loads(pickle.dumps(a))])
+@pytest.mark.parametrize("way", COPIES)
 def test_copies_of_an_average_leave_the_model_out(way) -> None:
     """A copied or pickled average has its own tensors alone, and the count of the original."""
     model = nn.Linear(100, 100)
@@ -98,22 +98,12 @@ def test_a_function_in_the_place_of_the_device_is_named() -> None:
 # --- options that `EMA` has too ---------------------------------------------------------------------
 
 
-def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return small layers of one shape, all elements 0."""
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).to(dtype)
-    set_weight(model, 0.0)
-    return model
-
-
 def weights(average: "AveragedModel[Any]") -> dict[str, torch.Tensor]:
     """Return copies of what is in the averaged copy."""
     return {name: tensor.clone() for name, tensor in average.module.state_dict().items()}
 
 
-COPIES = [lambda average: average, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
-
-
-@pytest.mark.parametrize("copied", COPIES, ids=["itself", "deepcopy", "pickle"])
+@pytest.mark.parametrize("copied", [lambda average: average, *COPIES])
 def test_trainable_only_is_about_the_model_when_it_is_copied(copied: Callable[[Any], Any]) -> None:
     """Freezing the average, as most recipes do, or the model later does not end the averaging."""
     model = layers()

@@ -1,7 +1,6 @@
 import copy
 import gc
 import io
-import pickle
 
 import pytest
 import torch
@@ -9,7 +8,16 @@ from torch import nn
 
 import modkit
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to
+from tests.unit.averaging.recipes import (
+    COPIES,
+    PRECISIONS,
+    averaged,
+    model_of,
+    network,
+    same_state,
+    set_to,
+    state_of,
+)
 
 
 def loop(steps: int = 3, **options):
@@ -28,16 +36,6 @@ def batch_of(net: nn.Module, step: int) -> None:
     """Add the gradient of the batch that belongs to a step."""
     batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
     net(batch).square().mean().backward()
-
-
-def snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the state of a network."""
-    return {name: value.clone() for name, value in net.state_dict().items()}
-
-
-def is_at(net: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    """Return True if a network is bitwise in that state."""
-    return all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
 def averages(ema) -> list[torch.Tensor]:
@@ -98,7 +96,7 @@ def test_the_block_evaluates_the_average() -> None:
     """Inside are the average and evaluation mode; after it the weights and the modes are as before."""
     net, _, ema = loop()
     net[1].eval()
-    before = snapshot(net)
+    before = state_of(net)
     with ema.evaluating() as model:
         inside = averaged(ema.ema, "0.weight").equal(net[0].weight)
         modes = {module.training for module in model.modules()}
@@ -106,7 +104,7 @@ def test_the_block_evaluates_the_average() -> None:
     assert model is net
     assert inside
     assert modes == {False}
-    assert is_at(net, before)
+    assert same_state(net, before)
     assert [module.training for module in net] == [True, False, True, True]
 
 
@@ -168,10 +166,10 @@ def test_an_error_in_a_block(block, error) -> None:
     """The evaluation around it goes on with its average, and training as if nothing had been."""
     net, optimizer, ema = loop()
     ema.on_validation_start()
-    inside = snapshot(net)
+    inside = state_of(net)
     with pytest.raises(error), getattr(ema, block)():
         raise error
-    goes_on = is_at(net, inside)
+    goes_on = same_state(net, inside)
     ema.on_validation_end()
     batch_of(net, 3)
     optimizer.step()
@@ -205,7 +203,7 @@ def test_a_state_that_is_saved_in_a_block(name) -> None:
     model, ema = two_averages()
     ema.on_validation_start()
     with getattr(ema, name)():
-        state, shown = copy.deepcopy(ema.state_dict()), snapshot(model)
+        state, shown = copy.deepcopy(ema.state_dict()), state_of(model)
         other = copy.deepcopy(ema)
     ema.on_validation_end()
     resumed = model_of([0.0])
@@ -222,52 +220,52 @@ def test_a_state_that_is_saved_in_a_block(name) -> None:
 def test_before_the_first_update_the_raw_weights_are_evaluated() -> None:
     """There is no average yet, and the untrained copy is not taken for one."""
     net, _, ema = loop(2, update_after_step=10)
-    before = snapshot(net)
+    before = state_of(net)
     with ema.evaluating():
-        in_block = is_at(net, before)
+        in_block = same_state(net, before)
     ema.on_validation_start()
-    in_hooks = is_at(net, before)
+    in_hooks = same_state(net, before)
     ema.on_validation_end()
 
     assert in_block
     assert in_hooks
-    assert is_at(net, before)
+    assert same_state(net, before)
 
 
 def averages_and_weights(net: nn.Module, ema) -> list[list[float]]:
     """Return all numbers of a run, to compare them with those of another one."""
-    return [value.tolist() for value in (*snapshot(net).values(), *averages(ema))]
+    return [value.tolist() for value in (*state_of(net).values(), *averages(ema))]
 
 
 @pytest.mark.parametrize("kind", ["validation", "test", "predict"])
 def test_hooks_put_the_average_in_and_out(kind) -> None:
     """Starting twice is idempotent for each kind of evaluation, and an end without a start has no effect."""
     net, _, ema = loop()
-    before = snapshot(net)
+    before = state_of(net)
     ema.on_validation_end()
-    at_first = is_at(net, before)
+    at_first = same_state(net, before)
     for _ in range(2):
         getattr(ema, f"on_{kind}_start")("trainer", "module")
     inside = averaged(ema.ema, "0.weight").equal(net[0].weight)
     getattr(ema, f"on_{kind}_end")("trainer", "module")
-    after = is_at(net, before)
+    after = same_state(net, before)
     ema.on_validation_end()
 
     assert at_first
     assert inside
     assert after
-    assert is_at(net, before)
+    assert same_state(net, before)
 
 
 def test_hooks_and_blocks_in_any_order() -> None:
     """A block that outlives the hooks, and hooks that outlive a block, restore the training weights."""
     net, _, ema = loop()
-    before = snapshot(net)
+    before = state_of(net)
     ema.on_validation_start()
     with ema.evaluating():
         ema.on_validation_end()
         still = averaged(ema.ema, "0.weight").equal(net[0].weight)
-    after_hooks_first = is_at(net, before)
+    after_hooks_first = same_state(net, before)
     with ema.evaluating():
         ema.on_validation_start()
     beyond = averaged(ema.ema, "0.weight").equal(net[0].weight)
@@ -276,7 +274,7 @@ def test_hooks_and_blocks_in_any_order() -> None:
     assert still
     assert after_hooks_first
     assert beyond
-    assert is_at(net, before)
+    assert same_state(net, before)
 
 
 @for_each("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
@@ -304,40 +302,40 @@ def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
 def test_an_evaluation_that_was_left_is_ended(hook) -> None:
     """The hook after an error in the validation restores the training weights."""
     net, _, ema = loop()
-    before = snapshot(net)
+    before = state_of(net)
     ema.on_validation_start()
     getattr(ema, hook)()
 
-    assert is_at(net, before)
+    assert same_state(net, before)
 
 
 def test_the_weights_come_back_with_a_lost_callback() -> None:
     """A callback that is dropped in the middle of an evaluation takes nothing with it."""
     net, _, ema = loop()
-    before = snapshot(net)
+    before = state_of(net)
     ema.ema.detach()
     ema.on_validation_start()
-    inside = is_at(net, before)
+    inside = same_state(net, before)
     del ema
     gc.collect()
 
     assert not inside
-    assert is_at(net, before)
+    assert same_state(net, before)
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_in_an_evaluation_has_the_raw_weights(duplicate) -> None:
     """The copy is not evaluating, and has no optimizer, so that its loop says when to update."""
     net, _, ema = loop()
-    before, kept = snapshot(net), averages(ema)
+    before, kept = state_of(net), averages(ema)
     ema.on_validation_start()
     other = duplicate(ema)
     ema.on_validation_end()
-    unharmed = is_at(other.model, before) and equal(averages(other), kept)
+    unharmed = same_state(other.model, before) and equal(averages(other), kept)
     other.step()
 
     assert unharmed
-    assert is_at(net, before)
+    assert same_state(net, before)
     assert (other.ema.step, ema.ema.step) == (4, 3)
 
 
@@ -345,14 +343,14 @@ def test_a_copy_in_an_evaluation_has_the_raw_weights(duplicate) -> None:
 def test_the_average_can_be_the_model_at_the_end(swaps) -> None:
     """It is copied if it is wanted, a checkpoint still resumes the training, and a second end is harmless."""
     net, _, ema = loop(swap_to_average_at_end=swaps)
-    before = snapshot(net)
+    before = state_of(net)
     ema.on_train_end("trainer")
     ema.on_train_end()
     copied = averaged(ema.ema, "0.weight").equal(net[0].weight)
     state = copy.deepcopy(ema.state_dict())
 
     assert copied is swaps
-    assert is_at(net, before) is not swaps
+    assert same_state(net, before) is not swaps
     if swaps:
         other = network()
         with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
@@ -361,8 +359,8 @@ def test_the_average_can_be_the_model_at_the_end(swaps) -> None:
             ema.ema.update()
         ema.ema.restore()
 
-        assert is_at(other, before)
-        assert is_at(net, before)
+        assert same_state(other, before)
+        assert same_state(net, before)
 
 
 PLACES = ["between steps", "in the block", "between the hooks"]

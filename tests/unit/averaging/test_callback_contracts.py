@@ -37,26 +37,6 @@ def end_and_drop_last(ema: Any) -> None:
     drop_last(ema)
 
 
-def changed() -> Any:
-    """Return a callback whose model has lost its last layer since."""
-    return begun(drop_last, swap_to_average_at_end=True)
-
-
-def at_end() -> Any:
-    """Return a callback that copies the average in at the end."""
-    return begun(swap_to_average_at_end=True)
-
-
-def with_index() -> Any:
-    """Return a callback with an index that no average has."""
-    return begun(lambda ema: setattr(ema, "index", 3))
-
-
-def with_infinity() -> Any:
-    """Return a callback of a model that is not finite any more."""
-    return begun(lambda ema: set_to(ema.model, torch.inf), on_nonfinite="raise")
-
-
 def of_two() -> Any:
     """Return a callback whose schedule returns an impossible decay for the second update."""
     ema = modkit.EMACallback(network(), schedule=lambda n: 2.0)
@@ -71,14 +51,11 @@ def frozen() -> Any:
     return ema
 
 
-def in_block(name: str, *arguments: Any) -> Callable[[Any], object]:
-    """Return a call of a method inside `evaluating()`."""
-
-    def act(ema: Any) -> None:
-        with ema.evaluating():
-            getattr(ema, name)(*arguments)
-
-    return act
+Make = Callable[[], Any]
+changed: Make = lambda: begun(drop_last, swap_to_average_at_end=True)
+at_end: Make = lambda: begun(swap_to_average_at_end=True)
+with_index: Make = lambda: begun(lambda ema: setattr(ema, "index", 3))
+with_infinity: Make = lambda: begun(lambda ema: set_to(ema.model, torch.inf), on_nonfinite="raise")
 
 
 def do(name: str, *arguments: Any, **options: Any) -> Callable[[Any], object]:
@@ -92,6 +69,16 @@ def enter(name: str, **arguments: Any) -> Callable[[Any], None]:
     def act(ema: Any) -> None:
         with getattr(ema, name)(**arguments):
             pass
+
+    return act
+
+
+def in_block(name: str, *arguments: Any) -> Callable[[Any], object]:
+    """Return a call of a method inside `evaluating()`."""
+
+    def act(ema: Any) -> None:
+        with ema.evaluating():
+            getattr(ema, name)(*arguments)
 
     return act
 

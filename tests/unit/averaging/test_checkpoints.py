@@ -60,15 +60,6 @@ def test_equal_files_are_their_average(tmp_path) -> None:
     assert torch.equal(found["weight"], state["weight"])
 
 
-def test_dtype_and_key(tmp_path) -> None:
-    """A dtype may be chosen for floats, and the state dict may lie inside the file."""
-    saved = [{"state": {"model": state}, "epoch": 1} for state in states(2)]
-    found = average_checkpoints(written(tmp_path, saved), key="state.model", dtype=torch.float16)
-
-    assert found["weight"].dtype == torch.float16
-    assert found["count"].dtype == torch.int64
-
-
 def test_sharded_files(tmp_path) -> None:
     """The index of a sharded checkpoint stands for its shards."""
     saved = states(2)
@@ -193,15 +184,6 @@ def test_views_of_one_memory_are_tied_only_if_they_are_the_same(tmp_path) -> Non
     assert torch.equal(average["a"], matrix)
     assert torch.equal(average["b"], matrix.t())
     assert average["c"] is average["a"]
-
-
-def test_complex_tensors_stay_complex(tmp_path) -> None:
-    """A real dtype is chosen for real tensors only."""
-    saved = [{"z": torch.tensor([1 + 2j]), "x": torch.ones(1)}] * 2
-    found = average_checkpoints(written(tmp_path, saved), dtype=torch.float16)
-
-    assert torch.equal(found["z"], torch.tensor([1 + 2j]))
-    assert found["x"].dtype == torch.float16
 
 
 def test_one_checkpoint_is_open_at_a_time(tmp_path, monkeypatch) -> None:

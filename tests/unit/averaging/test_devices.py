@@ -9,7 +9,16 @@ from torch import nn
 import modkit
 from modkit import schedules
 from modkit.optim import swa_utils
-from tests.unit.averaging.recipes import PRECISIONS, CountCalls, as_accelerator, model_of
+from tests.cases import for_each
+from tests.models import set_weight
+from tests.unit.averaging.recipes import (
+    PRECISIONS,
+    CountCalls,
+    as_accelerator,
+    layers,
+    model_of,
+    network,
+)
 
 
 # The same claims hold on the CPU, where nothing has to be waited for.
@@ -50,13 +59,6 @@ def no_waiting(device: str) -> Generator[CountCalls]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def network(device: str, dtype: torch.dtype) -> nn.Module:
-    """Return a network with buffers."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
-    return net.to(device, dtype)
-
-
 def move(net: nn.Module, amount: float) -> None:
     """Change all weights, as an optimizer would."""
     with torch.no_grad():
@@ -72,7 +74,7 @@ def test_no_update_of_ema_waits_for_the_device(
 ) -> None:
     """After the first one, `update()` neither asks for a value nor waits, whatever the options."""
     as_accelerator(monkeypatch)
-    net = network(device, dtype)
+    net = network(dtype).to(device)
     ema = modkit.EMA(net, **options)
     ema.update()
     with no_waiting(device) as count:
@@ -93,7 +95,7 @@ def test_no_update_of_an_averaged_model_waits_for_the_device(
 ) -> None:
     """After the first one, `update_parameters()` neither asks for a value nor waits."""
     as_accelerator(monkeypatch)
-    net = network(device, dtype)
+    net = network(dtype).to(device)
     average = swa_utils.AveragedModel(net, **options)
     average.update_parameters(net)
     with no_waiting(device) as count:
@@ -109,7 +111,7 @@ def test_no_update_of_an_averaged_model_waits_for_the_device(
 def test_an_update_can_be_part_of_a_cuda_graph() -> None:
     """A step and an update of a constant decay that are replayed give what they give one by one."""
     decay, steps = 0.9, 5
-    nets = [network("cuda", torch.float32) for _ in range(2)]
+    nets = [network().cuda() for _ in range(2)]
     emas = [modkit.EMA(net, decay=decay) for net in nets]
     for net, ema in zip(nets, emas, strict=True):
         for _ in range(3):
@@ -163,3 +165,47 @@ def test_an_average_follows_its_model_to_another_device(precision: str) -> None:
         devices.append({tensor.device.type for tensor in kept})
 
     assert devices == [{"meta"}, {"cpu"}]
+
+
+# --- `torch.set_default_device()` does not concern models that exist already -----------------------
+
+
+def with_norm() -> nn.Sequential:
+    """Return small layers of one shape in host memory, all elements 0."""
+    return layers().append(set_weight(nn.BatchNorm1d(3), 0.0))
+
+
+@for_each("precision", PRECISIONS)
+@for_each("policy", ["ignore", "skip", "raise"])
+def test_ema_below_another_default_device(precision: Any, policy: Any) -> None:
+    """Averages are where the parameters are."""
+    model = with_norm()
+    with torch.device("meta"):
+        options = {"precision": precision, "on_nonfinite": policy, "buffers": "average"}
+        ema = modkit.EMA(model, 0.5, **options)
+        ema.update()
+        set_weight(model, 4.0)
+        ema.update()
+        resumed = modkit.EMA(model, 0.5, precision=precision)
+        resumed.load_state_dict(modkit.EMA(model, 0.5).state_dict())
+        ema.rebind()
+        _ = ema.module
+    for name, average in ema.named_averages():
+        assert average.device.type == "cpu"
+        if name.startswith("0."):
+            assert average.gt(0.0).all()
+
+
+@for_each("precision", PRECISIONS)
+@for_each("policy", ["ignore", "skip", "raise"])
+def test_averaged_model_below_another_default_device(precision: Any, policy: Any) -> None:
+    """The copy is where the model is, or on the device that was given."""
+    model = with_norm()
+    with torch.device("meta"):
+        average = swa_utils.AveragedModel(
+            model, torch.device("cpu"), precision=precision, on_nonfinite=policy
+        )
+        average.update_parameters(model)
+        set_weight(model, 4.0)
+        average.update_parameters(model)
+    assert all(parameter.eq(2.0).all() for parameter in average.module[:5].parameters())

@@ -45,9 +45,10 @@ def drop_last(ema: Any) -> None:
     del ema.model[3]
 
 
-def add_sparse(ema: Any) -> None:
+def add_sparse(model: Any) -> Any:
     """Register a sparse parameter."""
-    ema.model.adjacency = nn.Parameter(torch.eye(2).to_sparse())
+    model.adjacency = nn.Parameter(torch.eye(2).to_sparse())
+    return model
 
 
 def add_infinite(ema: Any) -> None:
@@ -61,29 +62,9 @@ def decay_of_two(ema: Any) -> None:
     ema.schedules[0] = schedules.Custom(lambda n: 2.0)
 
 
-def expand(ema: Any) -> None:
+def drop_memory(ema: Any) -> None:
     """Give a weight memory that takes no values."""
     ema.model[0].bias.data = torch.ones(1).expand(6)
-
-
-def changed() -> Any:
-    """Return averages of a model that has lost its last layer since."""
-    return begun(drop_last)
-
-
-def copied() -> Any:
-    """Return averages of a model into which one was copied."""
-    return begun(copy_in)
-
-
-def lazy() -> Any:
-    """Return averages of a lazy model, which has not been called."""
-    return modkit.EMA(nn.LazyLinear(2))
-
-
-def on_meta() -> Any:
-    """Return averages of a model without values."""
-    return modkit.EMA(nn.Linear(2, 2, device="meta"))
 
 
 def frozen() -> Any:
@@ -93,11 +74,12 @@ def frozen() -> Any:
     return ema
 
 
-def sparse() -> Any:
-    """Return averages of a model with a sparse parameter, before the first update."""
-    ema = modkit.EMA(network())
-    add_sparse(ema)
-    return modkit.EMA(ema.model)
+Make = Callable[[], Any]
+changed: Make = lambda: begun(drop_last)
+copied: Make = lambda: begun(copy_in)
+lazy: Make = lambda: modkit.EMA(nn.LazyLinear(2))
+on_meta: Make = lambda: modkit.EMA(nn.Linear(2, 2, device="meta"))
+sparse: Make = lambda: modkit.EMA(add_sparse(network()))
 
 
 def inside(use: Callable[[Any], object]) -> Callable[[Any], object]:
@@ -146,7 +128,12 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     ("rebind", copied, lambda ema: ema.rebind(), RuntimeError),
     ("rebind", lazy, lambda ema: ema.rebind(), RuntimeError),
     ("rebind", on_meta, lambda ema: ema.rebind(), RuntimeError),
-    ("rebind", lambda: begun(add_sparse), lambda ema: ema.rebind(), RuntimeError),
+    (
+        "rebind",
+        lambda: begun(lambda ema: add_sparse(ema.model)),
+        lambda ema: ema.rebind(),
+        RuntimeError,
+    ),
     (
         "rebind",
         lambda: begun(add_infinite, on_nonfinite="skip"),
@@ -187,7 +174,7 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     ("copy_to", begun, lambda ema: ema.copy_to(index=None), TypeError),
     ("copy_to", begun, lambda ema: ema.copy_to(ema.model.parameters()), TypeError),
     ("copy_to", begun, lambda ema: ema.copy_to(OTHER), NameMismatchError),
-    ("copy_to", lambda: begun(expand), lambda ema: ema.copy_to(), RuntimeError),
+    ("copy_to", lambda: begun(drop_memory), lambda ema: ema.copy_to(), RuntimeError),
     ("store", begun, inside(lambda ema: ema.store()), RuntimeError),
     ("store", copied, lambda ema: ema.store(), RuntimeError),
     ("store", changed, lambda ema: ema.store(), NameMismatchError),

@@ -1,7 +1,6 @@
 """``EMA.module`` and calling an ``EMA``: a model that stays at the average."""
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 import modkit
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import PRECISIONS, network, set_to, sgd, train
+from tests.unit.averaging.recipes import COPIES, PRECISIONS, network, set_to, sgd, train
 
 
 def check(ema: "modkit.EMA[Any]") -> None:
@@ -127,7 +126,7 @@ def test_module_after_a_change(change: str) -> None:
     check(ema)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+@pytest.mark.parametrize("copied", COPIES)
 def test_copies_have_modules_of_their_own(copied: Callable[[Any], Any]) -> None:
     """A copy of an EMA follows its own averages, and the original its own."""
     model = network()

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,36 +30,36 @@ def test_sixteen_bits_arrive(precision, dtype) -> None:
 NEAR_ONE = (float(torch.tensor(1.001)) - 1.0) * -math.expm1(5_000 * math.log1p(-1e-5))
 
 
+def near_one(face: str, model: Any, precision: Any) -> tuple[Callable[[], object], Any]:
+    """Return the update of an average with a decay near one, and its value."""
+    if face == "EMA":
+        ema = modkit.EMA(model, decay=1 - 1e-5, precision=precision)
+        return ema.update, lambda: averaged(ema)
+    rule = swa_utils.get_ema_multi_avg_fn(1 - 1e-5)
+    average = swa_utils.AveragedModel(model, multi_avg_fn=rule, precision=precision)
+    return lambda: average.update_parameters(model), lambda: average.module.weight
+
+
 @pytest.mark.parametrize(
-    ("precision", "error"), [("compensated", 1e-2), ("fp64", 1e-9), ("fp32", None)]
+    ("face", "precision", "error"),
+    [
+        ("EMA", "compensated", 1e-2),
+        ("EMA", "fp64", 1e-9),
+        ("EMA", "fp32", None),
+        ("AveragedModel", "fp64", 1e-9),
+        # That of torch.
+        ("AveragedModel", "same", None),
+    ],
 )
-def test_a_decay_near_one_needs_more_than_float32(precision, error: float | None) -> None:
+def test_a_decay_near_one_needs_more_than_float32(face: str, precision, error) -> None:
     """In float32 a change of a thousandth is lost at a decay of 1 - 1e-5, and not in more digits."""
     model = model_of([1.0])
-    ema = modkit.EMA(model, decay=1 - 1e-5, precision=precision)
-    ema.update()
+    update, value = near_one(face, model, precision)
+    update()
     set_to(model, 1.001)
     for _ in range(5_000):
-        ema.update()
-    moved = averaged(ema).double().item() - 1.0
-
-    assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
-
-
-@pytest.mark.parametrize(("precision", "error"), [("fp64", 1e-9), ("same", None)])
-def test_an_averaged_model_keeps_a_decay_near_one_in_float64(
-    precision, error: float | None
-) -> None:
-    """`AveragedModel` has the same accuracy; its "same" is torch's."""
-    model = model_of([1.0])
-    average = swa_utils.AveragedModel(
-        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(1 - 1e-5), precision=precision
-    )
-    average.update_parameters(model)
-    set_to(model, 1.001)
-    for _ in range(5_000):
-        average.update_parameters(model)
-    moved = average.module.weight.double().item() - 1.0
+        update()
+    moved = value().double().item() - 1.0
 
     assert moved == (0.0 if error is None else pytest.approx(NEAR_ONE, rel=error))
 

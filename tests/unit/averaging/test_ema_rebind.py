@@ -15,15 +15,10 @@ from torch import Tensor, nn
 import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
-from tests.unit.averaging.recipes import model_of, set_to
+from tests.unit.averaging.recipes import layers, model_of, set_to
 
 
 PRECISIONS = ["fp32", "compensated", "stochastic"]
-
-
-def layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Return small layers of one shape."""
-    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(5))).to(dtype)
 
 
 def values(ema: "modkit.EMA[Any]") -> dict[str, Tensor]:

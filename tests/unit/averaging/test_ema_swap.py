@@ -1,6 +1,5 @@
 import contextlib
 import copy
-import pickle
 import re
 import sys
 import threading
@@ -14,7 +13,17 @@ import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import CountCalls, averaged, model_of, network, set_to, train
+from tests.unit.averaging.recipes import (
+    COPIES,
+    CountCalls,
+    averaged,
+    model_of,
+    network,
+    same_state,
+    set_to,
+    state_of,
+    train,
+)
 
 
 def half(model: nn.Module, **options) -> "modkit.EMA[nn.Module]":
@@ -26,16 +35,6 @@ def half(model: nn.Module, **options) -> "modkit.EMA[nn.Module]":
     model.load_state_dict(values)
     ema.update()
     return ema
-
-
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the state of a model."""
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def same_state(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
-    """Return True if a model is bitwise in that state."""
-    return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
 def test_pointers_change_places() -> None:
@@ -234,22 +233,6 @@ def test_blocks_may_be_nested() -> None:
     assert (first.step, second.step) == (2, 1)
 
 
-def test_several_averages_by_index() -> None:
-    """Each of several averages can be swapped in."""
-    model = model_of([1.0])
-    ema = modkit.EMA(model, decay=[0.5, 0.75])
-    ema.update()
-    set_to(model, [0.0])
-    ema.update()
-    seen = []
-    for index in 0, 1:
-        with ema.applied(index=index):
-            seen.append(model.weight.item())
-
-    assert seen == [0.5, 0.75]
-    assert ema.averaged_model(index=1).weight.item() == 0.75
-
-
 def test_another_model_is_not_saved_as_the_raw_one() -> None:
     """With the average in another model the state has no training weights: this model holds its own."""
     model, other = model_of([8.0]), model_of([-99.0])
@@ -276,7 +259,7 @@ def test_blocks_may_end_in_any_order() -> None:
     assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
 
 
-@for_each("copied", [copy.deepcopy, lambda ema: pickle.loads(pickle.dumps(ema))])
+@for_each("copied", COPIES)
 @for_each("holds", ["applied", "copied"])
 def test_a_copy_made_meanwhile_has_the_training_weights(copied, holds) -> None:
     """The copy goes on as if the model had never held the average."""
@@ -304,11 +287,7 @@ class WithAverages(nn.Module):
         self.ema = modkit.EMA(self, 0.5)
 
 
-@pytest.mark.parametrize(
-    "copied",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-    ids=["deepcopy", "pickle"],
-)
+@pytest.mark.parametrize("copied", COPIES)
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
     """The copy's averages are those of the copy, and it has the training weights."""
@@ -401,16 +380,21 @@ REPLACES = {
     "fuse": fuse,
     "delete": lambda net: delattr(net[3], "bias"),
     "parametrize": lambda net: torch.nn.utils.parametrizations.weight_norm(net[0]),
+    "cast": nn.Module.double,
+    "buffer": lambda net: setattr(net[1], "running_var", torch.ones(6)),
 }
 
 
 @for_each("change", REPLACES)
 @for_each("ending", ["normal", "error"])
-def test_replaced_members_are_put_back(change, ending) -> None:
-    """A block that replaces parameters or modules ends with an error, and the model is as before."""
+@for_each("policy", ["copy", "average"])
+def test_replaced_members_are_put_back(change, ending, policy) -> None:
+    """A block that replaces, or casts, what a model holds ends with an error, and it is as before."""
     net = network()
-    ema = half(net)
-    before, kept, average = state_of(net), list(net.parameters()), state_of(ema.averaged_model())
+    ema = half(net, buffers=policy)
+    net(torch.randn(5, 4))
+    before, average = state_of(net), state_of(ema.averaged_model())
+    kept = [*net.parameters(), *net.buffers()]
     modules = list(net.modules())
 
     def work() -> None:
@@ -424,35 +408,13 @@ def test_replaced_members_are_put_back(change, ending) -> None:
     texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
     net.train()
 
-    assert any("was replaced inside applied()" in text for text in texts) or sys.version_info < (
-        3,
-        11,
-    )
+    told = "'ignore'" if change in {"cast", "buffer"} else "was replaced inside applied()"
+    assert any(told in text for text in texts) or sys.version_info < (3, 11)
     assert list(map(id, net.modules())) == list(map(id, modules))
-    assert list(map(id, net.parameters())) == list(map(id, kept))
+    assert list(map(id, [*net.parameters(), *net.buffers()])) == list(map(id, kept))
     assert same_state(net, before)
     assert same_state(ema.averaged_model(), average)
     ema.update()
-
-
-@for_each("change", [nn.Module.double, lambda net: setattr(net[1], "running_var", torch.ones(6))])
-@for_each("policy", ["copy", "average"])
-def test_replaced_buffers_are_put_back(change, policy) -> None:
-    """A block that casts a model, or assigns a buffer, leaves the buffers of the training behind it."""
-    net = network()
-    ema = half(net, buffers=policy)
-    net(torch.randn(5, 4))
-    before, kept = state_of(net), list(net.buffers())
-
-    def work() -> None:
-        with ema.applied():
-            change(net)
-
-    with pytest.raises(RuntimeError, match=r"'ignore'"):
-        work()
-
-    assert list(map(id, net.buffers())) == list(map(id, kept))
-    assert same_state(net, before)
 
 
 def test_what_has_no_average_may_change() -> None:

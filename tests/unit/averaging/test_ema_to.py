@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, model_of
+from tests.unit.averaging.recipes import PRECISIONS, model_of, walk
 
 
 # Of one rounding, relative.
@@ -24,14 +24,6 @@ ROUNDING = {
 def layers(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
     """Return small layers of one shape, and one of another."""
     return nn.ModuleList([*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(40, 50)]).to(dtype)
-
-
-def walk(model: nn.Module, seed: int) -> None:
-    """Give each parameter random values."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) + 3.0)
 
 
 def values(ema: "modkit.EMA[Any]", index: int = 0) -> dict[str, Tensor]:

@@ -1,13 +1,22 @@
-import math
+"""Updates of ``EMA``: which tensors are averaged, by which decay, and how models are matched."""
+
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.utils import parametrize
+from torch import Tensor, nn
 
 import modkit
-from modkit import schedules
 from modkit.errors import NameMismatchError
+from modkit.schedules import (
+    Constant,
+    CountWarmup,
+    Equal,
+    HalfLife,
+    InverseGamma,
+    PerUpdate,
+    Power,
+)
 from tests.cases import for_each
 from tests.unit.averaging.recipes import (
     PRECISIONS,
@@ -16,22 +25,6 @@ from tests.unit.averaging.recipes import (
     network,
     set_to,
 )
-
-
-def test_nothing_is_averaged_before_update_after_step() -> None:
-    """The weights are copied at the first update after those that are waited for."""
-    model = model_of(1.0)
-    ema = modkit.EMA(model, decay=0.5, update_after_step=3)
-    for value in 1.0, 2.0, 3.0:
-        set_to(model, value)
-        ema.update()
-    empty = list(ema.named_averages())
-    set_to(model, 8.0)
-    ema.update()
-
-    assert empty == []
-    assert averaged(ema).item() == 8.0
-    assert (ema.step, ema.n_averaged) == (4, 1)
 
 
 @for_each("every", [1, 2, 5, 10])
@@ -45,24 +38,6 @@ def test_update_every_keeps_the_memory(every: int) -> None:
         ema.update()
 
     assert averaged(ema).item() == pytest.approx(0.99**200, rel=1e-9)
-
-
-@for_each("precision", PRECISIONS)
-def test_several_averages_have_the_bits_of_single_ones(precision) -> None:
-    """Averages that share a pass are those that separate objects would have kept."""
-    kinds = [schedules.Constant(0.9), schedules.Constant(0.99), schedules.Equal()]
-    model = network(torch.bfloat16)
-    together = modkit.EMA(model, schedule=kinds, precision=precision)
-    alone = [modkit.EMA(model, schedule=kind, precision=precision) for kind in kinds]
-    for step in range(6):
-        set_to(model, torch.tensor(math.sin(step)))
-        for ema in (together, *alone):
-            ema.update()
-
-    for index, ema in enumerate(alone):
-        expected = dict(ema.named_averages())
-        for name, value in together.named_averages(index):
-            assert torch.equal(value, expected[name])
 
 
 # --- matching --------------------------------------------------------------------------------------
@@ -148,17 +123,6 @@ def test_a_prefix_is_no_excuse(extra: str) -> None:
 
     now = (*average.parameters(), *dict(ema.named_averages()).values())
     assert all(one.equal(old) for one, old in zip(now, before, strict=True))
-
-
-def test_a_child_called_module_is_no_wrapper() -> None:
-    """A user's model may have a child of that name and other parameters."""
-    model = nn.Module()
-    model.module = nn.Linear(1, 1, bias=False)
-    model.weight = nn.Parameter(torch.zeros(1))
-    ema = modkit.EMA(model)
-    ema.update()
-
-    assert [name for name, _ in ema.named_averages()] == ["weight", "module.weight"]
 
 
 @for_each(
@@ -314,23 +278,6 @@ def test_lazy_layers_wait_for_their_shape() -> None:
     assert ema.step == 1
 
 
-@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
-def test_computed_weights() -> None:
-    """Old weight normalization after a forward and parametrizations average what is learnt."""
-    old = nn.utils.weight_norm(nn.Linear(2, 2))
-    old(torch.ones(1, 2))
-    new = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    for layer, names in ((old, {"bias", "weight_g", "weight_v"}), (new, None)):
-        ema = modkit.EMA(layer, decay=0.5)
-        ema.update()
-        found = {name for name, _ in ema.named_averages()}
-        copied = ema.averaged_model()
-
-        assert found == (names or {name for name, _ in layer.named_parameters()})
-        assert torch.equal(copied(torch.ones(1, 2)), layer(torch.ones(1, 2)))
-    assert parametrize.is_parametrized(copied)
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_modes_of_gradients(mode) -> None:
     """Models that are built, and updates that are made, in inference mode average like others."""
@@ -348,26 +295,92 @@ def test_modes_of_gradients(mode) -> None:
     assert not averaged(ema).is_inference()
 
 
-# --- steps that are not finite ---------------------------------------------------------------------
+# --- the decay of the latest step ----------------------------------------------------------------
 
 
-@for_each("bad", [math.nan, math.inf, -math.inf])
-@for_each("precision", PRECISIONS)
-@for_each("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
-def test_a_step_that_is_not_finite_is_skipped(bad: float, precision, dtype) -> None:
-    """The average is that of the other steps, bit for bit."""
-    models = [model_of([1.0, 2.0], dtype), model_of([1.0, 2.0], dtype)]
-    skipping, plain = (
-        modkit.EMA(model, decay=0.9, precision=precision, on_nonfinite=choice)
-        for model, choice in zip(models, ["skip", "ignore"], strict=True)
-    )
-    for value in (1.0, bad, 3.0, 5.0):
-        for model, ema in zip(models, (skipping, plain), strict=True):
-            set_to(model, [value, 2.0])
-            if ema is skipping or math.isfinite(value):
-                ema.update()
+SCHEDULES: list[Any] = [
+    Constant(0.9),
+    CountWarmup(0.999),
+    Equal(),
+    HalfLife(7),
+    InverseGamma(power=0.75),
+    Power(sigma_rel=0.1),
+    PerUpdate(CountWarmup(0.99)),
+    lambda n: n / (n + 2),
+]
 
-    # Random rounding draws numbers for a skipped step too.
-    if precision != "stochastic" or dtype != torch.bfloat16:
-        assert torch.equal(averaged(skipping), averaged(plain))
-    assert averaged(skipping).isfinite().all()
+
+def values(count: int) -> list[float]:
+    """Return values for the only parameter of a model."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)).double().tolist()
+
+
+@for_each("schedule", SCHEDULES)
+@for_each("every", [1, 3])
+@for_each("after", [0, 4])
+def test_it_is_the_decay_by_which_the_latest_step_averaged(
+    schedule: Any, every: int, after: int
+) -> None:
+    """The average before and after a step, and the parameter, tell it in float64."""
+    model = model_of(0.0, torch.float64)
+    options: dict[str, Any] = {"update_every": every, "update_after_step": after}
+    ema = modkit.EMA(model, schedule=schedule, precision="fp64", **options)
+    assert ema.decay == 0.0
+    before: Tensor | None = None
+    decay = 0.0
+    for value in values(30):
+        count = ema.n_averaged
+        set_to(model, value)
+        ema.update()
+        latest = ema.decay
+        if ema.n_averaged == count:
+            # Not due: still that of the step before.
+            assert latest == decay
+            continue
+        if before is None:
+            assert latest == 0.0
+        else:
+            mixed = latest * before + (1 - latest) * value
+            torch.testing.assert_close(averaged(ema), mixed, rtol=1e-12, atol=1e-12)
+        decay = latest
+        before = averaged(ema).clone()
+
+    assert 0 < ema.decay < 1
+
+
+def test_it_is_a_plain_number_of_the_first_average() -> None:
+    """Several averages have the decay of the first one."""
+    ema = modkit.EMA(network(), [0.5, 0.9])
+    ema.update()
+    ema.update()
+
+    assert (type(ema.decay), ema.decay) == (float, 0.5)
+
+
+def test_a_skipped_step_has_no_decay() -> None:
+    """On CPU a step that was skipped leaves the decay of the one before."""
+    model = model_of(1.0)
+    ema = modkit.EMA(model, schedule=Equal(), on_nonfinite="skip")
+    seen = []
+    for value in (1.0, 2.0, torch.nan, 3.0):
+        set_to(model, value)
+        ema.update()
+        seen.append(ema.decay)
+
+    assert seen == [0.0, 1 / 2, 1 / 2, 2 / 3]
+
+
+def test_it_cannot_be_set_and_the_error_has_a_remedy_that_works() -> None:
+    """A schedule that is assigned counts from the next update on."""
+    model = model_of(1.0, torch.float64)
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    remedy = r"ema\.schedules\[0\] = modkit\.schedules\.Constant\(0\.99\)\.$"
+    with pytest.raises(AttributeError, match=rf"EMA\.decay cannot be set to 0\.75.*{remedy}"):
+        ema.decay = 0.75
+    ema.schedules[0] = Constant(0.75)
+    set_to(model, 2.0)
+    ema.update()
+
+    assert ema.decay == 0.75
+    assert averaged(ema).item() == 1.25

@@ -1,48 +1,39 @@
-"""Small averages share a flat buffer. Whatever moves, copies or saves them must not notice."""
+"""Small averages share a flat buffer. Whatever moves, copies, saves or frees them must not notice."""
 
-import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 import modkit
-from modkit.optim.swa_utils import AveragedModel
+from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, averaged, set_to
-
-
-def layers(dtype: torch.dtype = torch.float32, count: int = 6) -> nn.ModuleList:
-    """Return enough small layers of one shape for a flat buffer, all elements 0."""
-    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(count)).to(dtype)
-    set_to(model, 0.0)
-    return model
-
-
-def by_pickle(ema: "modkit.EMA[Any]") -> "modkit.EMA[Any]":
-    """Return a copy that went through pickle."""
-    return pickle.loads(pickle.dumps(ema))
-
-
-COPIES = [copy.deepcopy, by_pickle]
+from tests.unit.averaging.recipes import COPIES, PRECISIONS, averaged, layers, set_to, walk
 
 
 @for_each("copied", COPIES)
 @for_each("precision", PRECISIONS)
 def test_a_copy_of_an_ema_is_updated(copied: Callable[..., Any], precision: Any) -> None:
-    """A copy goes on from its own tensors, and leaves those of the original alone."""
-    ema = modkit.EMA(layers(), 0.5, precision=precision)
+    """A copy goes on from its own tensors, rounds like the original, and leaves that alone."""
+    ema = modkit.EMA(layers(torch.bfloat16), 0.5, precision=precision)
     ema.update()
     other = copied(ema)
-    set_to(other.model, 4.0)
-    other.update()
+    values = (1.0, 3.3, 0.7)
+    for value in values:
+        set_to(other.model, value)
+        other.update()
     assert averaged(ema, "0.weight").eq(0.0).all()
-    set_to(ema.model, 4.0)
-    ema.update()
+    for value in values:
+        set_to(ema.model, value)
+        ema.update()
     for name, average in ema.named_averages():
         assert average.ne(0.0).all()
         assert averaged(other, name).equal(average)
@@ -56,20 +47,6 @@ def test_pickling_for_another_process_leaves_the_ema_intact() -> None:
     set_to(ema.model, 4.0)
     ema.update()
     assert all(average.eq(2.0).all() for _, average in ema.named_averages())
-
-
-@for_each("copied", COPIES)
-def test_a_copy_rounds_like_the_original(copied: Callable[..., Any]) -> None:
-    """Stochastic rounding takes the tensors in the same order, so both stay bitwise identical."""
-    ema = modkit.EMA(layers(torch.bfloat16), 0.5, precision="stochastic")
-    ema.update()
-    other = copied(ema)
-    for value in (1.0, 3.3, 0.7):
-        for one in (ema, other):
-            set_to(one.model, value)
-            one.update()
-    for name, average in ema.named_averages():
-        assert averaged(other, name).equal(average)
 
 
 @pytest.mark.parametrize("copied", COPIES)
@@ -89,3 +66,137 @@ def test_a_copy_of_an_averaged_model_is_updated(copied: Callable[..., Any]) -> N
     assert all(parameter.is_shared() for parameter in again.parameters())
     again.update_parameters(model)
     assert all(parameter.gt(2.0).all() for parameter in other.parameters())
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def zoo() -> nn.Module:
+    """Return tensors of many shapes, layouts and dtypes, in runs that are shared and that are not."""
+    torch.manual_seed(0)
+    model = nn.Module()
+    shapes = [
+        *[(3, 3)] * 5,
+        *[()] * 4,
+        *[(7,)] * 2,
+        *[(2, 1, 3)] * 6,
+        *[(0, 3)] * 4,
+        (40, 50),
+        (5,),
+    ]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        for number, shape in enumerate(shapes):
+            name = f"{str(dtype).split('.')[1]}_{number}"
+            model.register_parameter(name, nn.Parameter(torch.randn(shape).to(dtype)))
+    for number in range(4):
+        model.register_parameter(f"turned_{number}", nn.Parameter(torch.randn(3, 4).t()))
+        model.register_parameter(f"strided_{number}", nn.Parameter(torch.randn(6)[::2]))
+    return model
+
+
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    """Return all tensors in a state, under a path."""
+    if isinstance(state, Tensor):
+        return {"": state}
+    if not isinstance(state, (dict, list)):
+        return {}
+    items = state.items() if isinstance(state, dict) else enumerate(state)
+    return {f"{key}/{path}": t for key, value in items for path, t in tensors_in(value).items()}
+
+
+def test_every_shape_is_averaged() -> None:
+    """In a zoo of tensors each average is that of an EMA of this parameter alone."""
+    model = zoo()
+    ema = modkit.EMA(model, 0.5, precision="same")
+    names = [name for name, _ in model.named_parameters()]
+    single = {name: modkit.EMA(model, 0.5, precision="same", include=name) for name in names}
+    for seed in range(4):
+        walk(model, seed)
+        ema.update()
+        for one in single.values():
+            one.update()
+    averages = dict(ema.named_averages())
+    for name in names:
+        assert averages[name].equal(dict(single[name].named_averages())[name]), name
+
+
+@for_each("precision", PRECISIONS)
+@for_each("face", ["EMA", "AveragedModel"])
+def test_a_state_has_a_storage_for_each_tensor(face: str, precision: Any, tmp_path: Path) -> None:
+    """Files of torch and safetensors are as large as the tensors; what is loaded is independent."""
+    model = zoo()
+    ema = modkit.EMA(model, [0.5, 0.9], precision=precision)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), precision=precision)
+    for seed in range(3):
+        walk(model, seed)
+        ema.update()
+        average.update_parameters(model)
+    state = ema.state_dict() if face == "EMA" else average.state_dict()
+    folder = tmp_path
+    found = tensors_in(state)
+    storages = [t.untyped_storage() for t in found.values() if t.numel()]
+    assert len({one.data_ptr() for one in storages}) == len(storages)
+    size = sum(t.numel() * t.element_size() for t in found.values())
+    assert sum(one.nbytes() for one in storages) == size
+    torch.save(state, folder / "state.pt")
+    # A record of the archive is padded to 64 bytes and has headers.
+    assert (folder / "state.pt").stat().st_size <= size + 1000 * (len(found) + 20)
+    loaded = tensors_in(torch.load(folder / "state.pt", weights_only=True))
+    assert loaded.keys() == found.keys()
+    for name, tensor in found.items():
+        assert loaded[name].equal(tensor)
+    before = {name: tensor.clone() for name, tensor in loaded.items()}
+    for tensor in loaded.values():
+        tensor.zero_()
+    assert any(tensor.ne(0).any() for tensor in before.values())
+    assert all(found[name].equal(tensor) for name, tensor in before.items())
+    # safetensors has no complex128.
+    flat = {name: t.contiguous() for name, t in found.items() if t.dtype != torch.complex128}
+    save_file(flat, folder / "state.safetensors")
+    assert all(t.equal(found[name]) for name, t in load_file(folder / "state.safetensors").items())
+
+
+# --- life time -------------------------------------------------------------------------------------
+
+
+def test_memory_is_freed() -> None:
+    """Neither an EMA nor an averaged model outlives its last reference, without garbage collection."""
+    model = layers()
+    ema = modkit.EMA(model, 0.5)
+    average = AveragedModel(model)
+    for _ in range(2):
+        ema.update()
+        average.update_parameters(model)
+    engine = ema._engine
+    buffers = [weakref.ref(flat.data) for one in engine.averages for flat in one.flats]
+    buffers += [weakref.ref(flat.data) for flat in average._runtime.average.flats]
+    assert len(buffers) == 2
+    gc.disable()
+    try:
+        kept = dict(ema.named_averages())["0.weight"]
+        del ema, average, engine
+        gc.collect()
+        assert buffers[1]() is None
+        assert buffers[0]() is not None
+        before = kept.clone()
+        assert kept.equal(before)
+        del kept
+        gc.collect()
+        assert buffers[0]() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    "impl", [torch.optim.swa_utils, modkit.optim.swa_utils], ids=["torch", "modkit"]
+)
+def test_autograd_sees_an_update_between_forward_and_backward(impl: Any) -> None:
+    """The gradients would be those of other weights than the outputs."""
+    model = layers()
+    average = impl.AveragedModel(model, multi_avg_fn=impl.get_ema_multi_avg_fn(0.5))
+    for _ in range(2):
+        average.update_parameters(model)
+    outputs = average(torch.ones(1, 3, requires_grad=True))
+    average.update_parameters(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        outputs.sum().backward()

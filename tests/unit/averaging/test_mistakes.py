@@ -252,19 +252,6 @@ def test_a_model_deeper_than_the_recursion_limit_has_an_average():
 # --- the wrong class ---------------------------------------------------------------------------------
 
 
-def test_a_schedule_that_is_a_name() -> None:
-    """The error lists the classes of schedules."""
-    name = "cosine"
-    classes = [kind for kind in schedules.__all__ if isinstance(getattr(schedules, kind), type)]
-    saved = [kind for kind in classes if kind not in {"Schedule", "Custom"}]
-    message = f"EMA: schedule {NUMBER}, got {name!r}. Schedules are instances of the classes in "
-
-    with pytest.raises(TypeError) as error:
-        modkit.EMA(network(), schedule=name)
-
-    assert str(error.value) == f"{message}modkit.schedules: {', '.join(sorted(saved))}"
-
-
 @for_each("option", ["decay", "schedule"])
 def test_a_model_is_not_a_function_of_the_step(option: str) -> None:
     """It is callable, but returns no decay."""

@@ -1,11 +1,17 @@
+"""States of other libraries: counters and averages go on as they were there."""
+
 import pytest
 import torch
 from torch import nn
 
+import modkit
+from modkit import schedules
 from modkit.averaging.foreign_states import convert, recognise
 from modkit.schedules import Constant, CountWarmup, InverseGamma
 from tests.cases import for_each
-from tests.unit.averaging.recipes import diffusers_state
+from tests.unit.averaging import mid_run
+from tests.unit.averaging.mid_run import DELAYS, check_each_switch
+from tests.unit.averaging.recipes import averaged, diffusers_state, model_of, set_to
 
 
 class Net(nn.Module):
@@ -58,14 +64,36 @@ LIGHTNING = {
 }
 
 
+def compiled(state):
+    """Return the state under the names of a compiled model inside."""
+    inside = {"module.": "module._orig_mod.", "ema_model.": "ema_model._orig_mod."}
+    wrapped = {}
+    for key, value in state.items():
+        prefix = next((prefix for prefix in inside if key.startswith(prefix)), "")
+        wrapped[inside.get(prefix, "") + key.removeprefix(prefix)] = value
+    return wrapped
+
+
+# Without its warm-up, diffusers counts up all the same; integers are taken for numbers.
+COUNTING = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
+WITHOUT_COUNT = TORCH_EMA | {"num_updates": None}
+
+
 @for_each(
     ("source", "state", "expected", "n_averaged", "step", "schedule"),
     [
         ("torch", TORCH, MEMBERS, 12, None, None),
         ("timm", TIMM, MEMBERS, None, None, None),
         ("ema_pytorch", EMA_PYTORCH, MEMBERS, None, 130, None),
+        *(
+            ("torch", compiled(TORCH), MEMBERS, 12, None, None),
+            ("timm", compiled(TIMM), MEMBERS, None, None, None),
+            ("ema_pytorch", compiled(EMA_PYTORCH), MEMBERS, None, 130, None),
+        ),
         ("diffusers", DIFFUSERS, PARAMETERS, None, 120, InverseGamma(1.0, 0.75, 0.0, 0.9999)),
+        ("diffusers", COUNTING, PARAMETERS, None, 120, CountWarmup(0.99)),
         ("torch_ema", TORCH_EMA, PARAMETERS, None, 41, CountWarmup(0.995)),
+        ("torch_ema", WITHOUT_COUNT, PARAMETERS, None, None, Constant(0.995)),
         ("lightning", LIGHTNING, MEMBERS, 5, None, None),
         ("lightning", LIGHTNING | {"global_step": 50}, MEMBERS, 5, 50, None),
     ],
@@ -78,7 +106,7 @@ def test_states(source, state, expected, n_averaged, step, schedule):
     assert converted.averages.keys() == expected.keys()
     assert all(torch.equal(converted.averages[name], expected[name]) for name in expected)
     assert (converted.n_averaged, converted.step) == (n_averaged, step)
-    assert converted.has_counter == (source != "timm")
+    assert converted.has_counter == (n_averaged is not None or step is not None)
     assert converted.schedule == schedule
 
 
@@ -105,37 +133,6 @@ def test_plain_weights():
     assert (converted.has_counter, converted.schedule) == (False, None)
 
 
-@pytest.mark.parametrize(
-    "state",
-    [TORCH, TIMM, EMA_PYTORCH],
-    ids=["torch", "timm", "ema_pytorch"],
-)
-def test_names_of_compiled_models(state):
-    """The average of a compiled or wrapped model has the names of the model inside."""
-    inside = {"module.": "module._orig_mod.", "ema_model.": "ema_model._orig_mod."}
-    wrapped = {}
-    for key, value in state.items():
-        prefix = next((prefix for prefix in inside if key.startswith(prefix)), "")
-        wrapped[inside.get(prefix, "") + key.removeprefix(prefix)] = value
-
-    assert convert(wrapped, Net()).averages.keys() == MEMBERS.keys()
-
-
-def test_warm_up_of_diffusers():
-    """Without its warm-up, diffusers counts up all the same; integers are taken for numbers."""
-    state = DIFFUSERS | {"use_ema_warmup": False, "min_decay": 0, "decay": 0.99}
-
-    assert convert(state, Net()).schedule == CountWarmup(0.99)
-
-
-def test_constant_decay_of_torch_ema():
-    """Without a number of updates, torch_ema has a constant decay and no count."""
-    converted = convert(TORCH_EMA | {"num_updates": None}, Net())
-
-    assert converted.schedule == Constant(0.995)
-    assert not converted.has_counter
-
-
 def test_lists_of_trained_parameters():
     """A list that is shorter has the names of the parameters that train."""
     model = Net()
@@ -153,3 +150,152 @@ def test_tied_parameters_in_lists():
     model.other = model.head
 
     assert convert(DIFFUSERS, model).averages.keys() == PARAMETERS.keys()
+
+
+@for_each("delay", DELAYS)
+@for_each("kind", [mid_run.EmaPytorch, mid_run.Lightning])
+def test_a_switch_with_both_delays(kind, delay):
+    """Before, at and after the start, on and between updates, every state continues."""
+    check_each_switch(lambda model: kind(model, *delay))
+
+
+@for_each("after", [0, 20])
+@for_each("kind", [mid_run.Diffusers, mid_run.Timm])
+def test_a_switch_with_a_delayed_start(kind, after):
+    """Each call updates; timm saves no counter, so the user passes it."""
+    check_each_switch(lambda model: kind(model, after))
+
+
+def test_a_switch_of_torch_ema():
+    """It copies the weights when it is created, which is an update of modkit."""
+    check_each_switch(mid_run.TorchEma)
+
+
+@for_each(
+    ("kind", "calls"), [(mid_run.Diffusers, 1000), (mid_run.TorchEma, 999), (mid_run.Timm, 1000)]
+)
+def test_calls_are_calls_with_update_every(kind, calls):
+    """Libraries without that option count calls; modkit counts as if it had been there from the first."""
+    theirs = kind(mid_run.network())
+    for _ in range(calls):
+        theirs.update()
+    ema, reference = (
+        modkit.EMA(theirs.model, schedule=schedules.CountWarmup(0.95), update_every=10)
+        for _ in range(2)
+    )
+    for _ in range(1000):
+        reference.update()
+
+    ema.load_state_dict(theirs.state_dict(), **theirs.arguments())
+
+    assert (ema.step, ema.n_averaged) == (reference.step, reference.n_averaged) == (1000, 100)
+
+
+def test_the_options_of_a_state_replace_those_of_the_ema():
+    """The delay of diffusers is in its state, and a state of torch_ema has begun."""
+    late = mid_run.Diffusers(mid_run.network(), after=5)
+    late.update()
+    ema = modkit.EMA(late.model, schedule=schedules.CountWarmup(0.95))
+    ema.load_state_dict(late.state_dict())
+    begun = modkit.EMA(late.model, schedule=schedules.CountWarmup(0.95), update_after_step=7)
+    begun.load_state_dict(mid_run.TorchEma(late.model).state_dict())
+
+    assert (ema.step, ema.n_averaged, ema.update_after_step) == (1, 0, 5)
+    assert (begun.step, begun.n_averaged, begun.update_after_step) == (1, 1, 0)
+
+
+def test_steps_of_lightning_that_are_not_updates():
+    """With a `should_update()` of the user, the number of models counts, and not that of the steps."""
+    theirs = mid_run.Lightning(mid_run.network())
+    theirs.calls, theirs.averaged = 900, 9
+    ema = modkit.EMA(theirs.model, schedule=schedules.Equal())
+    ema.load_state_dict(theirs.state_dict())
+
+    assert (ema.step, ema.n_averaged) == (9, 9)
+
+
+CHANGING = [
+    {"schedule": schedules.InverseGamma()},
+    {"schedule": schedules.PerUpdate(schedules.Equal())},
+    {"schedule": lambda n: 0.5},
+    {"schedule": [0.5, schedules.CountWarmup()]},
+    {"decay": 0.5, "update_after_step": 3},
+]
+CONSTANT = [
+    {"decay": 0.5},
+    {"schedule": [schedules.HalfLife(10), schedules.PerUpdate(0.75)], "update_every": 3},
+]
+STATES = {"timm": {"module.weight": torch.ones(2)}, "weights": {"weight": torch.ones(2)}}
+
+
+@for_each(
+    ("state", "holds"),
+    [
+        (STATES["timm"], "the state of timm holds"),
+        (STATES["weights"], "plain weights hold"),
+    ],
+)
+@for_each("options", CHANGING)
+def test_a_state_without_a_counter_warns(state, holds, options):
+    """Where the count matters, the warning says what to pass, and the count is passed without one."""
+    model = model_of(torch.zeros(2))
+    ema, counted = (modkit.EMA(model, **options) for _ in range(2))
+
+    message = rf"EMA: {holds} no counter.*load_state_dict\(state, step="
+    with pytest.warns(UserWarning, match=message) as warned:
+        ema.load_state_dict(state)
+    counted.load_state_dict(state, step=1000)
+
+    assert [one.filename for one in warned] == [__file__]
+    assert (ema.step, ema.n_averaged) == (ema.update_after_step + 1, 1)
+    assert (counted.step, counted.n_averaged) == (1000, 1000 - counted.update_after_step)
+
+
+@for_each("state", list(STATES.values()), ids=list(STATES))
+@for_each("options", CONSTANT)
+def test_a_constant_decay_needs_no_counter(state, options):
+    """Nothing depends on the count, so there is no warning."""
+    ema = modkit.EMA(model_of(torch.zeros(2)), **options)
+    ema.load_state_dict(state)
+
+    assert ema.n_averaged == 1
+
+
+@for_each(
+    ("step", "n_averaged"), [(0, 0), (100, 0), (101, 1), (110, 1), (111, 2), (120, 2), (1000, 90)]
+)
+def test_a_given_step(step, n_averaged):
+    """The number of models follows from it, with the delays of the EMA."""
+    model = model_of(torch.full((2,), 5.0))
+    options = {"update_after_step": 100, "update_every": 10}
+    ema = modkit.EMA(model, schedule=schedules.Equal(), **options)
+    ema.load_state_dict(STATES["timm"], step=step)
+
+    assert (ema.step, ema.n_averaged) == (step, n_averaged)
+    assert len(dict(ema.named_averages())) == min(n_averaged, 1)
+
+
+def test_a_given_step_replaces_the_counter_of_the_state():
+    """The state of torch's AveragedModel does not tell how many calls `update_every` has skipped."""
+    ema = modkit.EMA(model_of(torch.zeros(2)), 0.5, update_every=10)
+    state = {"n_averaged": torch.tensor(5), "module.weight": torch.ones(2)}
+    ema.load_state_dict(state)
+    assert (ema.step, ema.n_averaged) == (41, 5)
+    ema.load_state_dict(state, step=48)
+
+    assert (ema.step, ema.n_averaged) == (48, 5)
+    set_to(ema.model, 3.0)
+    ema.update()
+    ema.update()
+    assert averaged(ema).tolist() == [1.0, 1.0]
+    ema.update()
+    assert averaged(ema)[0].item() == pytest.approx(3.0 + (1.0 - 3.0) * 0.5**10)
+
+
+def test_the_callback_passes_the_step():
+    """It loads states of other libraries as the EMA does."""
+    model = model_of(torch.zeros(2))
+    callback = modkit.EMACallback(model, schedule=schedules.Equal())
+    callback.load_state_dict(STATES["timm"], step=20)
+
+    assert (callback.ema.step, callback.ema.n_averaged) == (20, 20)

@@ -32,35 +32,6 @@ def train(averages, model, steps, generator):
     return path
 
 
-def wanted(path, sigma_rel, every=1):
-    """Return the power average of a path, from the weights of all its updates."""
-    seen = path[every - 1 :: every]
-    # With the first update after `every` steps, time is in units of `every` steps.
-    weights = torch.tensor(profile(Power(sigma_rel), len(seen) - 1), dtype=torch.float64)
-    stacked = [torch.stack(values).double() for values in zip(*seen, strict=True)]
-    return [torch.tensordot(weights, values, dims=1) for values in stacked]
-
-
-@for_each("update_every", [1, 10])
-@for_each("sigma_rel", [0.05, 0.15])
-def test_walk_of_a_model(tmp_path, sigma_rel, update_every):
-    """Averages of a model that walks at random are met within the error that is reported."""
-    model = nn.Linear(3, 2)
-    averages = PostHocEMA(model, tmp_path, snapshot_every=100, update_every=update_every)
-    path = train(averages, model, 1000, torch.Generator().manual_seed(0))
-
-    result = averages.reconstruct(sigma_rel)
-
-    assert result.step == 1000
-    assert result.fit.error < 0.06
-    exact = wanted(path, sigma_rel, update_every)
-    for name, average, index in (("weight", exact[0], 0), ("bias", exact[1], 1)):
-        values = torch.stack([step[index] for step in path]).double()
-        spread = (values - average).square().mean(0).sqrt()
-        distance = (result.averages[name] - average).abs()
-        assert bool((distance <= result.fit.bound * spread + 1e-5).all())
-
-
 def test_a_snapshot_between_updates_has_the_step_of_the_latest_update(tmp_path):
     """After three steps, an average that is updated every two steps is that of step 2."""
     averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
@@ -105,7 +76,7 @@ def test_tied_parameters(tmp_path):
     assert model[1].weight.item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("stop", [1, 37, 100])
+@pytest.mark.parametrize("stop", [1, 37])
 def test_resume(tmp_path, stop):
     """A run that was saved and went on has the files and the averages of one that was not, bit for bit."""
     folders = [tmp_path / "whole", tmp_path / "parts"]
