@@ -111,7 +111,14 @@ class NamedTensors:
         # The walk meets a tied tensor several times; the first name is the one that torch gives it.
         first: dict[int, str] = {}
         for slot in slots:
-            member = Member(names[slot.name], *slot[1:])
+            member = Member(
+                names[slot.name],
+                slot.tensor,
+                slot.registry,
+                slot.key,
+                slot.is_parameter,
+                slot.persistent,
+            )
             if member.tensor is None:
                 if not member.is_parameter:
                     self.empty[member.name] = member

@@ -88,19 +88,19 @@ def test_updates_add_one_graph_break_and_no_frames(kind: Any) -> None:
 
 @for_each("how", ["update", "attach"])
 @for_each("options", [{}, {"update_every": 2}, {"precision": "compensated"}])
-def test_a_compiled_training_step_has_the_values_of_eager_code(
+def test_an_update_in_a_compiled_training_step_has_the_values_of_eager_code(
     how: str, options: dict[str, Any]
 ) -> None:
-    """An update inside a compiled step gives bitwise the averages of an eager update after the step."""
+    """It gives bitwise the averages of an eager update after a compiled step."""
     found = []
     for inside in (False, True):
         net = network()
         ema = modkit.EMA(net, schedule=lambda n: n / (n + 2), **options)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         step = training_step(net, ema, optimizer, how if inside else "none")
-        if inside:
-            torch._dynamo.reset()
-            step = torch.compile(step, backend="eager")
+        torch._dynamo.reset()
+        # Both, because torch 2.8 rounds a compiled step differently.
+        step = torch.compile(step, backend="eager")
         for batch in batches():
             step(batch)
             if not inside:

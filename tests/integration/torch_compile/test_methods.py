@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 import modkit.nn
 from tests.cases import for_each
-from tests.helpers import Implementation
+from tests.helpers import TORCH, Implementation
 from tests.integration.networks import agree
 from tests.integration.torch_compile.dynamo import compiled_tests
 
@@ -148,7 +148,12 @@ def test_methods_in_compiled_code(method: str, number: int) -> None:
 
         return compile_and_describe(impl, body)
 
-    agree(scenario)
+    _, graphs, *_ = scenario(TORCH)
+    if graphs:
+        agree(scenario)
+    else:
+        # With torch 2.15, dynamo captures none of ``load_state_dict()`` of torch, and some of modkit's.
+        agree(lambda impl: [part for i, part in enumerate(scenario(impl)) if i not in {1, 2}])
 
 
 @for_each("method", HOOKS)

@@ -36,6 +36,10 @@ def shown(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'(File )?"?/\S*/(\w+\.py)"?', r"\2", text))
 
 
+# Before torch 2.11 only modkit's ``modules()`` has arguments, a listed difference.
+WITHOUT_ARGUMENTS = inspect.signature(torch.nn.Module.modules).parameters.keys() == {"self"}
+
+
 def parameters(function: Any) -> list[Any]:
     """Return names, kinds and defaults. Methods that modkit overrides have more annotations."""
     found = inspect.signature(function).parameters.values()
@@ -54,7 +58,11 @@ def test_the_inspect_module(name: str) -> None:
             functions = dict(inspect.getmembers(net, inspect.ismethod))
             return (
                 shown(str(inspect.signature(cls))),
-                {name: parameters(each) for name, each in functions.items()},
+                {
+                    name: parameters(each)
+                    for name, each in functions.items()
+                    if not (WITHOUT_ARGUMENTS and name == "modules")
+                },
                 inspect.getsource(cls).replace(impl.nn.__name__, "nn"),
                 inspect.getsourcelines(cls.forward),
                 inspect.getdoc(cls),
@@ -161,7 +169,11 @@ def test_a_deleted_network_is_freed_at_once(impl: Implementation) -> None:
 def completed(users: Any) -> Any:
     """Complete the members of a network and of its children."""
     completer = rlcompleter.Completer({"net": users.Net(users.Block()), "users": users})
-    return [sorted(set(completer.attr_matches(text))) for text in ("net.", "net.body.", "users.")]
+    matches = [set(completer.attr_matches(text)) for text in ("net.", "net.body.", "users.")]
+    if WITHOUT_ARGUMENTS:
+        # Only the parenthesis of calls without arguments is closed.
+        matches = [{match.removesuffix(")") for match in each} for each in matches]
+    return [sorted(each) for each in matches]
 
 
 def stepped(users: Any) -> Any:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +161,7 @@ def flop_counter(net: Any, step: Callable[[], None], file: Path) -> Any:
         (memory_by_category, str([("bool", "True")] * 3)),
         (execution_trace, "aten::addmm"),
         (memory_tracker, "NestedNet.blocks.0"),
-        (debug_mode, "NestedNet"),
+        *([(debug_mode, "NestedNet")] if find_spec("torch.utils._debug_mode") else []),
         (flop_counter, "NestedNet.heads.left"),
     ],
 )

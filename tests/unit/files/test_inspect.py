@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from modkit.errors import FileError
 from modkit.files import FileInfo, TensorInfo, inspect
@@ -164,8 +165,11 @@ def test_tensors_without_plain_memory(tmp_path: Path) -> None:
 
     assert inspect(tmp_path / "x.pt").tensors == (TensorInfo("sparse", (3, 3), "float32", 0),)
     (tmp_path / "x.pt").write_bytes(file_of("nested"))
+    # Since torch 2.15, reading a nested tensor would execute code.
+    is_read = "torch._utils._rebuild_nested_tensor" in _get_allowed_globals()
     with quiet():
-        assert inspect(tmp_path / "x.pt").tensors == (TensorInfo("nested", (), "float32", 0),)
+        expected = (TensorInfo("nested", (), "float32", 0),) if is_read else ()
+        assert inspect(tmp_path / "x.pt").tensors == expected
 
 
 @pytest.mark.parametrize("nested", ["lists", "itself"])
