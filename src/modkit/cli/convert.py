@@ -1,5 +1,6 @@
 """``modkit convert``: one checkpoint in another format, dtype or number of files."""
 
+import gc
 import json
 import os
 import re
@@ -157,6 +158,8 @@ class _Target:
             for file, names in zip(self.files, shards, strict=True):
                 _write(file, names, source, progress)
                 written.append(file)
+                # torch.save() of torch 2.8 leaves its tensors in a reference cycle.
+                gc.collect()
             if self.index in self.new_files:
                 self._write_index(shards, source.done)
         except BaseException:
