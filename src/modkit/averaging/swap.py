@@ -556,15 +556,20 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
     owner.swap = swap
 
     try:
-        swap.apply()
-        yield
-    except BaseException as error:
+        try:
+            swap.apply()
+            yield
+        except BaseException as error:
+            problem = swap.undo(registered)
+            if problem is not None:
+                add_note(error, problem)
+            raise
         problem = swap.undo(registered)
-        if problem is not None:
-            add_note(error, problem)
-        raise
+    finally:
+        # This completes what a signal has interrupted, and otherwise has no effect. An error of the
+        # block keeps this frame in a cycle, so the owner may go only when garbage is collected.
+        swap.undo(registered)
 
-    problem = swap.undo(registered)
     if problem is not None:
         raise RuntimeError(problem)
 
