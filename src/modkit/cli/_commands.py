@@ -31,6 +31,10 @@ class _Commands(click.Group):
             # A help that head does not read to its end is not an error.
             ui.discard_output()
             raise click.exceptions.Exit(0) from None
+        except OSError as error:
+            # A help that cannot be written, on a full disk for instance.
+            ui.flush_or_discard_output()
+            raise click.ClickException(ui.one_line(error)) from error
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -49,6 +53,7 @@ class _Commands(click.Group):
             raise click.exceptions.Exit(0) from None
 
         except ui.ERRORS as error:
+            ui.flush_or_discard_output()
             is_diff = ctx.invoked_subcommand == "diff"
             failure = _DiffError if is_diff else click.ClickException
             raise failure(ui.one_line(error)) from error

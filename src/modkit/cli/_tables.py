@@ -91,9 +91,20 @@ class _Console(Console):
 
 
 def discard_output() -> None:
-    """Discard what is still written to a closed pipe; the exit status stays that of the command."""
-    # Python flushes standard output when it ends, and would report the closed pipe there.
+    """Discard what is left of the output; the exit status stays that of the command."""
+    # Python flushes standard output when it ends, and would report a closed pipe there.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def flush_or_discard_output() -> None:
+    """Write what is left of the output, or discard it where a full disk does not take it.
+
+    Python would try again when it ends, report a second error, and exit with 120.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError:
+        discard_output()
 
 
 def console() -> Console:

@@ -189,9 +189,20 @@ def test_output_that_cannot_be_written(
     torch.save({f"{n}": torch.ones(1) for n in range(300)}, paths[0])
     torch.save({f"{n}": torch.ones(2) for n in range(300)}, paths[1])
     paths[2].touch()
-    done = python(f"{why}{MAIN}", *line.format(*paths).split())
+    done = python(f"{why}{MAIN}", *line.format(*paths).split(), finalize=True)
 
     assert (done.returncode, done.stderr) == (status, error)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@for_each("line", ["--help", "--version", "inspect {0}", "diff {0} {0}"])
+def test_a_full_disk_is_reported_once(net: Path, line: str) -> None:
+    """As the process ends, it does not try again to write the rest of the output."""
+    buffered = "import sys; sys.stdout = open(1, 'w', closefd=False); "
+    done = python(buffered + MAIN, *line.format(net).split(), stdout="/dev/full", finalize=True)
+
+    assert done.stderr == "Error: [Errno 28] No space left on device\n"
+    assert done.returncode == (2 if line.startswith("diff") else 1)
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys) -> None:
