@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modkit._namespace import publish
+from modkit._upstream import never_compiled
 from modkit.averaging.names import check_match
 from modkit.averaging.precision import is_averaged, kept_dtype
 from modkit.errors import shown
@@ -20,7 +21,9 @@ from modkit.files.tensor_files import Checkpoint
 __all__ = ["average_checkpoints"]
 
 
+# In this order: the mark is on the code of a function, and torch's decorators share theirs.
 @torch.no_grad()
+@never_compiled
 def average_checkpoints(
     paths: Iterable[str | os.PathLike[str]],
     weights: Sequence[float] | None = None,

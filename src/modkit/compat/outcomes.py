@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from modkit._upstream import never_compiled
 from modkit.compat.networks import define
 
 
@@ -77,6 +78,9 @@ def plain(text: str) -> str:
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
 
 
+# Compiled code would evaluate the address while it is traced, and free the elements after the last
+# use that it sees.
+@never_compiled
 def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the elements in row-major order."""
     if tensor.is_meta:
@@ -92,10 +96,7 @@ def _digest(tensor: torch.Tensor) -> str:
         return "empty"
     # From memory, since NumPy need not be there.
     content = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    digest = hashlib.sha256(memoryview(content)).hexdigest()
-    # torch.compile frees a variable after its last use, so the elements need one more.
-    del flat
-    return digest[:16]
+    return hashlib.sha256(memoryview(content)).hexdigest()[:16]
 
 
 def freeze_tensor(tensor: torch.Tensor) -> str:

@@ -27,6 +27,7 @@ from modkit._upstream import (
     is_meta,
     load_with_names,
     modes_are_active,
+    never_compiled,
     tensors_are_fake,
 )
 from modkit.errors import FileError
@@ -56,6 +57,7 @@ class UnsafeFileError(FileError):
     """A pickle is more than plain data."""
 
 
+@never_compiled
 def save_checkpoint(
     checkpoint: Mapping[str, Any], path: AnyPath | IO[bytes], *, atomic: bool = True
 ) -> None:
@@ -130,13 +132,14 @@ def _write_in_place(content: object, target: Any) -> None:
     with checksums_on():
         torch.save(content, place, pickle_module=checked_pickle())
 
-    unwritten = buffer.getbuffer()
     opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
     try:
-        with opened as file:
+        # The traceback of an error keeps the view, and the buffer could not be closed before it.
+        with buffer.getbuffer() as unwritten, opened as file:
+            done = 0
             # A file without a buffer may take less than all of it.
-            while unwritten:
-                unwritten = unwritten[file.write(unwritten) or len(unwritten) :]
+            while done < len(unwritten):
+                done += file.write(unwritten[done:]) or len(unwritten)
             file.flush()
             if path and path.is_file():
                 os.fsync(file.fileno())
@@ -160,6 +163,7 @@ def checksums_on() -> Generator[None]:
             torch.serialization.set_crc32_options(_CRC_OPTIONS.pop())
 
 
+@never_compiled
 def load_checkpoint(
     path: AnyPath | IO[bytes], map_location: Any = None, *, mmap: bool = False
 ) -> Any:

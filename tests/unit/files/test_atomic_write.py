@@ -3,6 +3,7 @@ import os
 import shutil
 import stat
 import time
+from pathlib import Path
 
 import pytest
 
@@ -139,7 +140,7 @@ def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch, number, advice):
     def refused(source, target):
         raise OSError(number, os.strerror(number), str(source), None, str(target))
 
-    monkeypatch.setattr(os, "replace", refused)
+    monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(OSError, match=advice) as caught, atomic_write(path) as unfinished:
         unfinished.write_text("new")
 

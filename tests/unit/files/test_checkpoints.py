@@ -8,6 +8,8 @@ import torch
 
 import modkit
 from modkit import nn
+from modkit.errors import FileError
+from modkit.files.checkpoints import verify_checksums
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, "modkit.EMA[Any]"]:
@@ -112,3 +114,18 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     """There is nothing to load."""
     with pytest.raises(FileNotFoundError, match=r"No such file or directory: .*none\.pt"):
         modkit.load_checkpoint(tmp_path / "none.pt")
+
+
+def test_only_files_with_checksums_are_verified(tmp_path: Path) -> None:
+    """A corrupt file of torch raises an error that names it; another kind of file passes."""
+    path, other = tmp_path / "last.pt", tmp_path / "notes.txt"
+    modkit.save_checkpoint({"w": torch.ones(100)}, path)
+    other.write_text("text")
+    for each in (path, other):
+        verify_checksums(each)
+
+    content = path.read_bytes()
+    path.write_bytes(content.replace(torch.ones(2).numpy().tobytes(), b"\0" * 8, 1))
+
+    with pytest.raises(FileError, match=r"last\.pt is corrupt"):
+        verify_checksums(path)

@@ -66,6 +66,20 @@ def test_reasons(case):
     assert str(caught.value) == f"x is corrupt: {REASONS[case]}"
 
 
+@for_each(
+    ("case", "reason"),
+    [
+        ("encrypted", "is encrypted"),
+        ("marked as folder", "is marked as a folder"),
+        ("other disk", "is on another disk"),
+    ],
+)
+def test_members_that_torch_does_not_write(case, reason):
+    """The error names the member, and what readers would do differently with it."""
+    with pytest.raises(FileError, match=f"its member 'archive/data.pkl' {reason}$"):
+        Archive(REFUSED_ZIPS[case](checkpoint()), "x")
+
+
 @each_reader
 @pytest.mark.parametrize("case", HARMLESS_ZIPS)
 def test_harmless(case, reader, tmp_path):

@@ -57,6 +57,12 @@ def test_what_torchs_reader_in_cpp_does_not_follow(pickled, problem):
     assert problem in pickle_problem(b"\x80\x02" + pickled + b".", {}, script=True)
 
 
+@for_each("identifier", [b"N", b"K\5", b")", b"NN\x86"])
+def test_identifiers_that_are_not_those_of_storages_are_left_to_torch(identifier):
+    """Torch has an error for None, a number, and tuples of other lengths."""
+    assert pickle_problem(b"\x80\x02" + identifier + b"Q.", {}) == ""
+
+
 def test_open_marks():
     """Twice as many marks as levels may be open at once."""
     marks = b"(" * (2 * DEEPEST + 1)

@@ -252,7 +252,7 @@ def test_writing_into_a_file_in_use_is_no_advice(tmp_path, monkeypatch):
     def refused(source, target):
         raise PermissionError(errno.EACCES, "Access is denied", str(source), None, str(target))
 
-    monkeypatch.setattr(os, "replace", refused)
+    monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(PermissionError, match="Windows does not replace") as caught:
         save_checkpoint(CONTENT, path)
 

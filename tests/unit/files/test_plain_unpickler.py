@@ -204,6 +204,14 @@ def test_the_number_of_elements_of_a_storage(numel, fails, tmp_path):
         assert modkit.load_checkpoint(path)["w"].shape == (3,)
 
 
+def test_a_storage_that_is_not_in_the_archive(tmp_path):
+    """The error names the member that is missing."""
+    path = tmp_path / "file.pt"
+    path.write_bytes(with_object(tensor(storage(key=text("7")), size=tuple_of(numbers(3)))))
+    with pytest.raises(FileError, match="'data/7' has no bytes, 16 in the pickle"):
+        modkit.load_checkpoint(path)
+
+
 @for_each(("version", "plain"), [("0", False), ("1", True), ("10", True), ("11", False)])
 def test_versions_of_the_container(version, plain):
     """Versions that torch has had; torch reads others, or refuses them."""

@@ -215,6 +215,12 @@ def test_missing_members(name):
         verified(changed(archive(), {name: None}))
 
 
+def test_all_missing_members_are_named():
+    """The error has the names of several, with commas."""
+    with pytest.raises(FileError, match=r"it has no constants\.pkl, version"):
+        verified(changed(archive(), {"constants.pkl": None, "version": None}))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems limit memory in other ways")
 def test_a_digest_takes_no_second_copy_in_memory(tmp_path):
     """Loading with a digest works where there is room for the weights once, and not twice."""
