@@ -21,7 +21,7 @@ class Divergence:
 
     ``reason`` is what torch does and what modkit does, with ``" | "`` in between.
     ``case`` is the behaviour of ``modkit compat`` that shows it, if there is one.
-    ``torch`` names the releases of torch that have it, as a requirement does; empty stands for all.
+    ``torch`` and ``python`` name the releases that have it, as a requirement does; empty stands for all.
     """
 
     fails_on: Literal["torch", "modkit", "lightzero"]
@@ -30,10 +30,14 @@ class Divergence:
     tests: tuple[str, ...]
     case: str = ""
     torch: str = ""
+    python: str = ""
 
-    def applies_to(self, release: str) -> bool:
-        """Return True if a release of torch has the difference."""
-        return SpecifierSet(self.torch).contains(release, prereleases=True)
+    def applies_to(self, torch: str, python: str) -> bool:
+        """Return True if these releases have the difference."""
+        return all(
+            SpecifierSet(has_it).contains(release, prereleases=True)
+            for has_it, release in ((self.torch, torch), (self.python, python))
+        )
 
 
 def _row(
@@ -42,8 +46,9 @@ def _row(
     upstream: str,
     *tests: str,
     torch: str = "",
+    python: str = "",
 ) -> Divergence:
-    return Divergence(fails_on, reason, upstream, tests, torch=torch)
+    return Divergence(fails_on, reason, upstream, tests, torch=torch, python=python)
 
 
 def _shown(case: str, *tests: str) -> Divergence:
@@ -177,6 +182,16 @@ ROWS: Final = (
         "A deep copy loses the user's class, hooks and plain attributes | It keeps them",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_deep_copy_keeps_the_class_and_what_is_in_python",
+    ),
+    _row(
+        "torch",
+        "A `ScriptModule` that assigns a `torch.jit.Attribute` cannot be made | The type is entered in "
+        "the annotations of its class",
+        PULLS + "195201",
+        "tests/parity/jit/test_annotations.py::test_a_class_may_have_annotations_and_attributes_with_types",
+        "tests/parity/jit/test_compiling.py::test_a_derived_class_has_the_methods_and_constants_of_its_base",
+        torch="<2.15",
+        python=">=3.14",
     ),
     _row(
         "torch",
@@ -615,7 +630,7 @@ ROWS: Final = (
         "A grouped average cannot have another dtype than the model | It can, as in newer torch",
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",
-        torch="<2.10",
+        torch="<2.11",
     ),
     _shown(
         "backward hooks: a pre-hook returns a tensor",

@@ -56,7 +56,10 @@ def area(row: Divergence) -> str:
 def sides(row: Divergence) -> tuple[str, str]:
     """Return what torch does, with the releases and issues, and what modkit does."""
     torch, _, modkit = row.reason.partition(" | ")
-    notes = [f"torch{row.torch}"] * bool(row.torch) + [link(row.upstream)] * bool(row.upstream)
+    releases = {"torch": row.torch, "Python ": row.python}
+    notes = [f"{name}{has_it}" for name, has_it in releases.items() if has_it]
+    if row.upstream:
+        notes.append(link(row.upstream))
     remarks = ", ".join(note for note in notes if note)
     return torch + (f" ({remarks})" if remarks else ""), modkit
 

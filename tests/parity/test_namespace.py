@@ -169,6 +169,7 @@ def test_the_import_statement_leaves_torch_as_it_was() -> None:
     seen = _in_fresh_process(
         """
         import torch
+        torch.nn.Module.__annotations__  # Python 3.14 keeps what it evaluates, in the class
         views = torch.nn, torch.nn.modules, torch.nn.modules.module, torch.nn.Module
         before = [dict(vars(each)) for each in views]
         import modkit.nn.utils.prune, modkit.nn.modules.linear

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import re
 import types
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -42,8 +43,9 @@ def summary(value: Any) -> Any:
 
 
 def plain_text(message: object) -> str:
-    """Return the text of an error, with modkit's homes named like torch's."""
-    return str(message).replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")
+    """Return the text of an error without addresses, and with modkit's homes named like torch's."""
+    text = re.sub(r"0x[0-9a-f]{6,}", "0x", str(message))
+    return text.replace("nodes_modkit", "nodes_torch").replace("modkit.nn.", "torch.nn.")
 
 
 T = TypeVar("T")

@@ -40,7 +40,10 @@ def objects() -> Iterator[tuple[str, Any]]:
 
 
 DOCUMENTED_BY_TORCH = {
-    path: found for path, found in objects() if getattr(torch_object(path), "__doc__", None)
+    path: found
+    for path, found in objects()
+    # From Python 3.13 on, None has a docstring.
+    if torch_object(path) is not None and torch_object(path).__doc__
 }
 
 

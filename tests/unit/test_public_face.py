@@ -123,6 +123,7 @@ def torchs():
     found = {n: dict(vars(m)) for n, m in list(sys.modules.items()) if n.split(".")[0] == "torch"}
     return {**found, "class Module": dict(vars(torch.nn.Module))}
 
+torch.nn.Module.__annotations__  # Python 3.14 keeps what it evaluates, in the class
 known, before, finders = set(sys.modules), torchs(), len(sys.meta_path)
 import modkit
 after = torchs()

@@ -69,7 +69,7 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
             f"torch.batch_norm(x, self.weight, self.bias, {statistics},"
             f" False, {momentum}, self.eps, cudnn)",
             "not self.training and self.running_mean is not None and self.running_var is not None"
-            " and self.eps >= 0.0",
+            " and self.eps > 0.0",
             f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
             functions=("batch_norm",),
             methods=("_check_input_dim",),

@@ -6,6 +6,7 @@ old and the new names of a step have the same wildcards, so that each renaming h
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -372,7 +373,7 @@ def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]
         return function(*tensors)
 
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = _signature(function).parameters.values()
     except (TypeError, ValueError):
         # Functions of torch that are written in C++ have no signature, and take tensors.
         return without_module
@@ -386,6 +387,15 @@ def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]
     if required == count + 1 or (takes_any and required == 1):
         return function
     return without_module
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return a signature without the values of annotations, which may be for type checkers only."""
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(function, annotation_format=Format.FORWARDREF)
+    return inspect.signature(function)
 
 
 def shape_of(value: Any) -> torch.Size | None:

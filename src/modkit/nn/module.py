@@ -113,11 +113,13 @@ class ModuleType(_ProtocolType):
 
         behind = bases[bases.index(Module) + 1 :] if Module in bases else ()
         if any(TorchModule in base.__mro__ for base in behind):
-            # Torch's own ``Module`` may not stand before a class that is derived from it.
-            names = ", ".join(base.__name__ for base in bases)
-            raise TypeError(
-                f"Cannot create a consistent method resolution\norder (MRO) for bases {names}"
-            )
+            # Torch's own ``Module`` may not stand before a class that is derived from it. Python's
+            # words for this depend on its release, so classes of the same names are refused by it.
+            root = type("Module", (), {})
+            others = {base: (root,) if base in behind else () for base in bases}
+            stand_ins = [type(base.__name__, others[base], {}) for base in bases]
+            stand_ins[bases.index(Module)] = root
+            type(cls.__name__, tuple(stand_ins), {})
 
         order.remove(Module)
         order.insert(order.index(TorchModule), Module)

@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import modkit
+from modkit.fast_inference import layers
 from tests.cases import for_each
 from tests.parity.fast_inference.changes import extra
 from tests.parity.fast_inference.nets import batch, net, run
@@ -444,6 +445,48 @@ def test_a_table_assigned_back_outlasts_the_block():
 
     assert [dict, dict] == [type(model._modules), type(copied._modules)]
     assert ["0", "1"] == list(model._modules) == list(copied._modules)
+
+
+def test_a_layer_on_its_own_has_a_function():
+    """A model that is one layer of torch is called without `Module._call_impl`."""
+    for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU()):
+        with modkit.fast_inference(layer):
+            assert vars(layer)["_compiled_call_impl"].__code__.co_filename == "<string>"
+
+
+def test_replicas_are_refused():
+    """They would copy the dict of a module with the members that are in it inside the block."""
+    layer = nn.Linear(2, 2)
+    with modkit.fast_inference(layer), pytest.raises(RuntimeError) as caught:
+        layer._replicate_for_data_parallel()
+
+    assert str(caught.value) == (
+        "DataParallel cannot replicate Linear inside fast_inference(): the replicas would use the "
+        "weights of the original. Use fast_inference() for a model on one device."
+    )
+    assert layer._replicate_for_data_parallel() is not layer
+
+
+def _writes(self, x):
+    x.abs_()
+
+
+def _returns_nothing(self, x):
+    return
+
+
+def _has_a_default(self, x, scale=2):
+    return x * scale
+
+
+def _calls_a_method(self, x):
+    return self.scaled(x)
+
+
+@for_each("forward", [_writes, _returns_nothing, _has_a_default, _calls_a_method])
+def test_only_a_forward_of_one_expression_is_read(forward):
+    """A layer of a later torch whose `forward` has another form takes torch's own path."""
+    assert layers._read(forward) is None
 
 
 def test_a_missing_option_of_a_layer_is_an_error_as_outside():

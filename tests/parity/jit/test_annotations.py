@@ -49,19 +49,18 @@ def class_based(impl):
         def __init__(self):
             super().__init__()
             self.sizes = []
-            self.names = impl.jit.Attribute([], list[str])
 
         @impl.jit.script_method
         def forward(self, p, sizes):
             # type: (Point, Sizes) -> Tensor
-            return p.x + len(sizes) + len(self.names)
+            return p.x + len(sizes) + len(self.sizes)
 
         @impl.jit.script_method
         def other(self, p: "Point", sizes: "Sizes") -> "Tensor":
             return p.y + len(sizes)
 
     net = Net()
-    return net(point(), [1]), net.other(point(), [1]), net.names, net.sizes
+    return net(point(), [1]), net.other(point(), [1]), net.sizes
 
 
 def interface_of_text(impl):
@@ -93,3 +92,24 @@ def interface_of_text(impl):
 def test_names_in_annotations_resolve_in_the_users_module(scenario):
     """Strings, comments and types of this file give what they give in torch."""
     assert same(scenario)[0] == "returned"
+
+
+def test_a_class_may_have_annotations_and_attributes_with_types(impl):
+    """The compiler knows the types of both."""
+
+    class Net(impl.jit.ScriptModule):
+        sizes: Sizes
+
+        def __init__(self):
+            super().__init__()
+            self.sizes = []
+            self.names = impl.jit.Attribute([], list[str])
+
+        @impl.jit.script_method
+        def forward(self) -> int:
+            return len(self.sizes) + len(self.names)
+
+    net = Net()
+    net.names = ["a", "b"]
+
+    assert (net(), net.names, net.sizes) == (2, ["a", "b"], [])

@@ -19,6 +19,8 @@ METHODS = [
     name
     for name, value in vars(torch.nn.Module).items()
     if isinstance(inspect.unwrap(value) if callable(value) else value, types.FunctionType)
+    and name
+    != "__annotate_func__"  # of Python 3.14, which evaluates annotations when they are read
 ]
 
 

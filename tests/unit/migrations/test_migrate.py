@@ -1,5 +1,6 @@
 """``migrate`` and ``plan``: names, values, order and versions, upwards and downwards."""
 
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -132,6 +133,18 @@ def test_functions_of_convert(convert):
     assert new["w"].is_contiguous()
     assert new["w"].untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
     assert torch.equal(mig.migrate(model, new, to={type(model): 1})["w"], value)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="a definition evaluates its annotations")
+def test_a_function_of_convert_may_have_annotations_for_type_checkers():
+    """Python 3.14 evaluates annotations when they are read, and these cannot be."""
+
+    def turn(module: Linear, w: Weight):  # type: ignore[name-defined]  # noqa: F821
+        return w.t()
+
+    model = declared({2: [mig.convert("w", turn)]}, w=torch.zeros(3, 2))
+
+    assert mig.migrate(model, saved(1, w=torch.ones(2, 3)))["w"].shape == (3, 2)
 
 
 def test_several_tensors_become_several():
