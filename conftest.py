@@ -25,12 +25,17 @@ def set_up(namespace: dict[str, Any]) -> None:
     """Run a page in an empty folder, and give it what its comments about skipping call."""
     namespace["missing"] = missing
     namespace["previous folder"] = Path.cwd()
-    os.chdir(tempfile.mkdtemp())
+    namespace["folder of the page"] = tempfile.TemporaryDirectory()
+    # The temporary files of the page go with the folder.
+    tempfile.tempdir = namespace["folder of the page"].name
+    os.chdir(tempfile.tempdir)
 
 
 def tear_down(namespace: dict[str, Any]) -> None:
-    """Return to the folder of the tests."""
+    """Return to the folder of the tests, and delete that of the page."""
     os.chdir(namespace["previous folder"])
+    tempfile.tempdir = None
+    namespace["folder of the page"].cleanup()
 
 
 # The blocks of one page share a namespace and run from top to bottom. A comment in front of a block
