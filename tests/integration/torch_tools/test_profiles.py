@@ -104,17 +104,21 @@ def test_a_trace_names_the_modules_of_the_user(tmp_path: Path) -> None:
 
 
 def memory_by_category(net: Any, step: Callable[[], None], file: Path) -> Any:
-    """Return the most bytes of parameters, gradients and states of the optimizer."""
+    """Return the most bytes of each category.
+
+    What has none is left out: temporary tensors of the optimizer. Once in many runs, torch put one
+    of them elsewhere.
+    """
     with profile(
         activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True, with_stack=True
     ) as found:
         step()
         step()
     _, sizes = MemoryProfileTimeline(found._memory_profile())._coalesce_timeline("cpu")
-    # The first column is for what has no category.
-    largest = [int(max(column)) for column in zip(*sizes, strict=True)]
+    columns = list(zip(*sizes, strict=True))
+    largest = {each.name: int(max(columns[_CATEGORY_TO_INDEX[each] + 1])) for each in Category}
     categories = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
-    return [largest[_CATEGORY_TO_INDEX[each] + 1] > 0 for each in categories], largest
+    return [largest[each.name] > 0 for each in categories], largest
 
 
 def execution_trace(net: Any, step: Callable[[], None], file: Path) -> Any:
