@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import platform
 from typing import TYPE_CHECKING
 
 import pytest
@@ -54,7 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         matched.add(key)
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if str(parameters.get("impl")) == row.fails_on and row.applies_to(torch.__version__):
+        if str(parameters.get("impl")) == row.fails_on and row.applies_to(
+            torch.__version__, platform.python_version()
+        ):
             item.add_marker(pytest.mark.xfail(reason=f"{row.reason} ({row.upstream})", strict=True))
     whole_run = config.args == config.getini("testpaths") and not config.option.keyword
     unmatched = set(DIVERGENCES) - matched

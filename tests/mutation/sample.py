@@ -63,8 +63,8 @@ CAST = r"(?<=\bcast\()(\"[^\"]*\"|None)"
 # A forked process cannot use the threads of the one before, so tests that compile are left out, and
 # so are those of faults, in processes of their own, which do not have the mutant.
 LEFT_OUT = "not compile and not inductor and not test_write_faults"
-# Seconds: of a test that is run, and without a test that ends.
-SLOW, LIMIT = 4.0, 45.0
+# Seconds: of a test that is run, which may have many cases, and without a test that ends.
+SLOW, LIMIT = 15.0, 60.0
 
 
 class _Visitor(MutationVisitor):  # type: ignore[misc]
@@ -129,6 +129,12 @@ class Mutant(NamedTuple):
     functions: dict[CodeType, CodeType]
 
 
+def objects() -> list[Any]:
+    """Return what the garbage collector knows, and what conftest.py or a test has hidden from it."""
+    gc.unfreeze()
+    return gc.get_objects()
+
+
 def mutants(source: str, seed: int) -> Iterator[Mutant]:
     """Make the mutants of a part in random order, except those that this process cannot become."""
     files = [
@@ -141,7 +147,7 @@ def mutants(source: str, seed: int) -> Iterator[Mutant]:
     every = [(file, mutant) for file in files for mutant in mutants_of(file)]
     random.Random(seed).shuffle(every)
 
-    living = {o.__code__ for o in gc.get_objects() if type(o) is FunctionType}
+    living = {o.__code__ for o in objects() if type(o) is FunctionType}
     by_place = {(code.co_filename, code.co_name, code.co_firstlineno): code for code in living}
     for file, mutant in every:
         before, after = file.read_text(encoding="utf-8"), mutant()
@@ -166,7 +172,7 @@ def mutants(source: str, seed: int) -> Iterator[Mutant]:
 
 def become(mutant: Mutant) -> None:
     """Replace the code of each function of this process that a mutant changes."""
-    for function in gc.get_objects():
+    for function in objects():
         if type(function) is FunctionType and function.__code__ in mutant.functions:
             function.__code__ = mutant.functions[function.__code__]
     for cached in caches():
@@ -176,8 +182,8 @@ def become(mutant: Mutant) -> None:
 def caches() -> list[Any]:
     """Return the cached functions of modkit: what they returned before is not what a mutant returns."""
     kind = type(functools.cache(len))
-    objects = [value for value in gc.get_objects() if type(value) is kind]
-    return [value for value in objects if value.__module__.startswith("modkit.")]
+    found = [value for value in objects() if type(value) is kind]
+    return [value for value in found if value.__module__.startswith("modkit.")]
 
 
 def tests_of(mutant: Mutant, recorded: CoverageData) -> set[str]:

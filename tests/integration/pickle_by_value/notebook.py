@@ -165,7 +165,12 @@ def describe(made):
         module=isinstance(made, nn.Module) and issubclass(cls, torch.nn.Module),
         abstract=inspect.isabstract(cls),
         output=made(x).tolist(),
-        own=sorted(name for name, value in vars(cls).items() if inspect.isfunction(value)),
+        # Python 3.14 has a function for annotations, which pickles do not keep.
+        own=sorted(
+            name
+            for name, value in vars(cls).items()
+            if inspect.isfunction(value) and not name.startswith("__annotat")
+        ),
         virtual=[issubclass(Virtual, each) for each in (Open, BelowOpen, Abstract, Plain)],
         refused=inspect.isabstract(Abstract),
         protocol=isinstance(made, HasWidth),
