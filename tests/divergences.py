@@ -327,7 +327,8 @@ ROWS: Final = (
     _row(
         "modkit",
         "`torch.compile` refuses a ScriptModule | It runs the code of TorchScript, because dynamo"
-        " compares the exact class; with `fullgraph=True` the error names `ScriptMethod`",
+        " compares the exact class; with `fullgraph=True` the error names `ScriptMethod`. A frozen one"
+        " raises an AttributeError, as in torch before 2.13",
         NO_ISSUE,
         "tests/parity/jit/test_refused_members.py::test_torch_compile_refuses_a_compiled_module",
         "tests/parity/jit/test_refused_members.py::test_dynamo_names_torchscript",

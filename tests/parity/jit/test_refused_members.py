@@ -192,6 +192,12 @@ def test_torch_compile_refuses_a_compiled_module(impl):
         torch.compile(build(impl, "scripted"), backend="eager")
 
 
+def test_torch_compile_refuses_a_frozen_module(impl):
+    """It has no ``training``, which a compiled module would take from it."""
+    with pytest.raises((RuntimeError, AttributeError)):
+        torch.compile(build(impl, "frozen"), backend="eager")
+
+
 @NAMED_BY_DYNAMO
 def test_dynamo_names_torchscript(impl):
     """In a full graph the error for a compiled child names TorchScript."""
