@@ -1,11 +1,12 @@
 """The only file that names private parts of torch, each with the reason it is needed.
 
-The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, and those of
+The tests run with each release of torch from 2.8 to 2.15. All of these have all names, and those of
 ``modkit/jit/_upstream.py``, except:
 
 | name | in torch | in other releases |
 |---|---|---|
 | ``import_ir_module`` | builds that read TorchScript | ``jit.load`` refuses |
+| ``torch._utils._get_sparse_tensors_to_validate`` | since 2.15 | a list of the process |
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
 - ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; no public function says so without
@@ -34,6 +35,8 @@ The tests run with torch 2.8.0, 2.13.0 and 2.15.0. All of these have all names, 
   between releases.
 - ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional``
   and recurrent layers call; ``fast_inference`` calls them itself.
+- ``sparse_tensors_to_check``: what ``torch.load`` checks at its end. After an error it keeps them,
+  and checks them with the next file.
 - ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process,
   so one file cannot have more of them without a copy of the function that reads the list.
 """
@@ -384,7 +387,22 @@ def load_with_names(
 
 # Before, ``torch.load`` allocates again what has no address: tied tensors without memory or
 # elements.
-shares_all_storages = TorchVersion(torch.__version__) >= "2.14"
+shares_all_storages = TorchVersion(torch.__version__) >= "2.15"
+
+
+def sparse_tensors_to_check() -> list[torch.Tensor]:
+    """Return the list of tensors that ``torch.load`` of this thread will check.
+
+    Returns:
+        The list itself. Before torch 2.15, all threads have one.
+    """
+    theirs: Any = cast("Any", torch)._utils
+    found: list[torch.Tensor]
+    if hasattr(theirs, "_get_sparse_tensors_to_validate"):
+        found = theirs._get_sparse_tensors_to_validate()
+    else:
+        found = theirs._sparse_tensors_to_validate
+    return found
 
 
 # Writes the zip files that torch reads.

@@ -28,6 +28,7 @@ from modkit._upstream import (
     load_with_names,
     modes_are_active,
     never_compiled,
+    sparse_tensors_to_check,
     tensors_are_fake,
 )
 from modkit.errors import FileError
@@ -332,6 +333,7 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
         opened: IO[bytes] = os.fdopen(os.dup(source), "rb")
     else:
         opened = io.BytesIO(source)
+    before = len(sparse_tensors_to_check())
     try:
         with opened as file:
             file.seek(0)
@@ -344,6 +346,9 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__
         raise FileError(f"{refused}: {reason}") from error
+    finally:
+        # Since 2.14, torch would otherwise refuse the next file for the tensors of this one.
+        del sparse_tensors_to_check()[before:]
 
 
 def _unsafe_reason(error: pickle.UnpicklingError) -> str:
