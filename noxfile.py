@@ -37,8 +37,8 @@ nox.options.default_venv_backend = "shared"
 nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests", "lint", "typing"]
 
-# The oldest supported torch, the pinned one, and the newest.
-TORCH_RELEASES = ("2.8.0", "2.13.0", "2.15.0")
+# The last of each supported release: what differs between releases is told apart by their numbers.
+TORCH_RELEASES = ("2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 
 # Most tensors of the tests are tiny: starting a second thread costs more than it saves.
 # Modules are compiled, and their asserts rewritten, in the first run alone.
