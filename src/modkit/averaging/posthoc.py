@@ -42,6 +42,8 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 # A double has each step up to this one.
 _LAST_STEP: Final = 2**53
+# Averages that differ by less, as a part of their squared norm, count as one.
+_LEAST_DIFFERENCE: Final = 1e-12
 
 
 @dataclass(frozen=True, order=True)
@@ -177,7 +179,8 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     The power average at step ``T`` with exponent ``g`` weighs the model of time ``t`` by ``(g + 1)
     / T * (t / T) ** g``. The combination has the least squared distance to that profile, as in
     section 3.2 and Algorithm 3 of https://arxiv.org/abs/2312.02696. Use it before training, to see
-    which snapshots a width needs. It is exact for averages that are updated in every step.
+    which snapshots a width needs. It is exact for averages that are updated in every step. Averages
+    that hardly differ share a coefficient, so that no rounding of theirs is amplified.
 
     Args:
         averages: ``sigma_rel`` and step of each average that is there. Those of later steps than
@@ -190,7 +193,8 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
 
     Raises:
         ValueError: If a step is below 1, a width is out of range, no average is from ``step`` or
-            before it, or two averages are equal or too similar to combine.
+            before it, two averages are equal, or all are of steps so much earlier that they share
+            nothing with the requested one.
 
     Example:
         >>> from modkit.posthoc import fit_power
@@ -216,13 +220,17 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     between = _inner_products(gammas[:, None], ends[:, None], gammas, ends)
     with_requested = _inner_products(gammas, ends, gamma, end)
 
-    # The least squares' normal equations. ``solve_ex`` raises no error for a singular matrix, which
-    # averages that are nearly equal make; the test below sees it.
-    solution = torch.linalg.solve_ex(between, with_requested).result
+    # The least squares' normal equations, of profiles of norm 1: an early one is short and high.
+    # Averages that are nearly equal make them nearly singular. What would tell such averages apart
+    # is left out, because it is rounding, which huge coefficients of opposite signs would amplify.
+    scale = between.diagonal().rsqrt()
+    scaled, right = scale[:, None] * between * scale, (scale * with_requested)[:, None]
+    least = torch.linalg.lstsq(scaled, right, rcond=_LEAST_DIFFERENCE, driver="gelsd").solution
+    solution = scale * least[:, 0]
     # Of weights that sum to 1, an average of equal models is that model.
     solution = solution / solution.sum()
     if not solution.isfinite().all():
-        raise ValueError("some averages are too similar to combine: leave out snapshots")
+        raise ValueError(f"no average resembles one of step {step}: all are of much earlier steps")
 
     # The squared distance |A x - b|^2, multiplied out, has the products that are there already.
     requested_norm = _inner_products(gamma, end, gamma, end)

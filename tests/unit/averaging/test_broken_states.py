@@ -556,17 +556,32 @@ def test_snapshots(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_averages_that_are_too_similar() -> None:
-    """Widths that hardly differ are refused, or have a finite combination, whatever the rounding."""
-    outcomes = set()
-    for exponent in range(8, 17):
-        for count in (2, 3, 5):
-            widths = [0.1 + index * 10**-exponent for index in range(count)]
-            try:
-                fit = fit_power([(width, 10) for width in dict.fromkeys(widths)], 0.15, 10)
-            except ValueError as error:
-                outcomes.add(str(error).partition(":")[0])
-            else:
-                assert all(map(math.isfinite, (*fit.coefficients, fit.error)))
+@for_each("exponent", range(2, 17))
+@for_each("count", (2, 3, 5))
+def test_averages_that_hardly_differ(exponent: int, count: int) -> None:
+    """Their combination is as near as one of them, and amplifies no rounding, on any processor."""
+    widths = dict.fromkeys(0.1 + index * 10**-exponent for index in range(count))
 
-    assert outcomes == {"some averages are too similar to combine"}
+    fit = fit_power([(width, 10) for width in widths], 0.15, 10)
+
+    assert fit.error <= fit_power([(0.1, 10)], 0.15, 10).error * (1 + 1e-9)
+    # A coefficient of 1 / eps of float32 would replace the weights by their rounding.
+    assert sum(map(abs, fit.coefficients)) < 1e6
+    assert math.fsum(fit.coefficients) == pytest.approx(1, abs=1e-9)
+
+
+@for_each("wanted", (0.03, 0.075, 0.12, 0.28))
+def test_many_averages_that_hardly_differ(wanted: float) -> None:
+    """Four widths and 200 steps have a combination that amplifies no rounding, and is near."""
+    averages = [(width, 5 * step) for width in (0.05, 0.1, 0.15, 0.2) for step in range(1, 201)]
+
+    fit = fit_power(averages, wanted, 1000)
+
+    assert fit.error < 1e-2
+    assert sum(map(abs, fit.coefficients)) < 1e3
+
+
+def test_averages_of_much_earlier_steps() -> None:
+    """Averages that share nothing with the requested one are refused, with both steps in the text."""
+    with pytest.raises(ValueError, match="no average resembles one of step 1000000000: all are of"):
+        fit_power([(0.01, 1), (0.05, 1)], 0.02, 10**9)
