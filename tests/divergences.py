@@ -631,7 +631,7 @@ ROWS: Final = (
         "A grouped average cannot have another dtype than the model | It can, as in newer torch",
         NO_ISSUE,
         "tests/parity/averaging/test_update_pairs.py::test_float_average_of_a_half_model_keeps_its_precision",
-        torch="<2.11",
+        torch="<2.12",
     ),
     _shown(
         "backward hooks: a pre-hook returns a tensor",

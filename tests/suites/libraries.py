@@ -285,4 +285,12 @@ LIBRARIES = (
             "test/quantization/test_q": 4,
         },
     ),
+    Library(
+        "torch-geometric",
+        "2.9.0 (development)",
+        ("test/nn", "test/explain", "test/graphgym", "test/profile", "test/test_onnx.py"),
+        ("test",),
+        repository="pyg-team/pytorch_geometric@5c6461b2305ad068a6d61165b3c55852a11aaa41",
+        causes={"test/nn/test_to_hetero": _PATCHED},
+    ),
 )

@@ -42,8 +42,6 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 # A double has each step up to this one.
 _LAST_STEP: Final = 2**53
-# Averages that differ by less, as a part of their squared norm, count as one.
-_LEAST_DIFFERENCE: Final = 1e-12
 
 
 @dataclass(frozen=True, order=True)
@@ -222,11 +220,11 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
 
     # The least squares' normal equations, of profiles of norm 1: an early one is short and high.
     # Averages that are nearly equal make them nearly singular. What would tell such averages apart
-    # is left out, because it is rounding, which huge coefficients of opposite signs would amplify.
+    # is left out, because it is rounding, which huge coefficients of opposite signs would amplify:
+    # differences of a part of 1e-12 of the squared norm.
     scale = between.diagonal().rsqrt()
-    scaled, right = scale[:, None] * between * scale, (scale * with_requested)[:, None]
-    least = torch.linalg.lstsq(scaled, right, rcond=_LEAST_DIFFERENCE, driver="gelsd").solution
-    solution = scale * least[:, 0]
+    left, right = scale[:, None] * between * scale, (scale * with_requested)[:, None]
+    solution = torch.linalg.lstsq(left, right, rcond=1e-12, driver="gelsd").solution[:, 0] * scale
     # Of weights that sum to 1, an average of equal models is that model.
     solution = solution / solution.sum()
     if not solution.isfinite().all():

@@ -150,6 +150,17 @@ class ModuleType(_ProtocolType):
                     _make_abstract(base)
         return super().register(subclass)
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        """Assign to the class; to ``Module``, what torch's class has removes what was assigned.
+
+        A tool that patches a method puts back what it found, which ``Module`` may only inherit. As
+        an attribute of its own, it would hide later patches of ``torch.nn.Module``, such as fx's.
+        """
+        if cls is not Module or value is not TorchModule.__dict__.get(name, cls):
+            super().__setattr__(name, value)
+        elif name in cls.__dict__:
+            super().__delattr__(name)
+
     def __subclasses__(cls) -> list[type]:
         """Return the classes that derive directly from this one; for ``Module``, torch's too.
 
@@ -184,8 +195,7 @@ def _make_abstract(cls: type) -> None:
     """Give a class that exists a registry of its own, and each class below it, too."""
     if "_abc_impl" not in cls.__dict__:
         cast("Any", cls)._abc_impl = ModuleType._abc_impl
-    derived: type
-    for derived in cls.__subclasses__():
+    for derived in cast("list[type]", cls.__subclasses__()):
         # The registry of a base would otherwise be read as that of the derived class.
         _make_abstract(derived)
 

@@ -370,3 +370,37 @@ def test_a_second_init_empties_the_module(impl: Implementation) -> None:
     assert list(module.state_dict()) == []
     assert module.training is True
     assert module.flag == 3
+
+
+def test_a_method_that_was_patched_and_put_back_leaves_no_trace() -> None:
+    """After a manual patch of ``Module.__call__``, later patches of torch's class reach the modules."""
+
+    def scenario(impl: Implementation) -> list[object]:
+        class Block(impl.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + 1
+
+        class AllAreLeaves(torch.fx.Tracer):
+            def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+                return True
+
+        called: list[object] = []
+        call = impl.Module.__call__
+
+        def counted(self: torch.nn.Module, *args: torch.Tensor) -> torch.Tensor:
+            called.append(type(self).__name__)
+            return call(self, *args)
+
+        net = impl.nn.Sequential(Block(), Block())
+        impl.Module.__call__ = counted
+        try:
+            net[0](torch.ones(1))
+        finally:
+            impl.Module.__call__ = call
+        net[1](torch.ones(1))
+
+        graph = AllAreLeaves().trace(net)
+        return [called, [node.op for node in graph.nodes]]
+
+    expected = [["Block"], ["placeholder", "call_module", "call_module", "output"]]
+    assert same(scenario) == ("returned", freeze(expected))
