@@ -191,11 +191,11 @@ class ModuleType(_ProtocolType):
         return type.__subclasscheck__(cls, subclass)
 
 
-def _make_abstract(cls: type) -> None:
+def _make_abstract(cls: type[Any]) -> None:
     """Give a class that exists a registry of its own, and each class below it, too."""
     if "_abc_impl" not in cls.__dict__:
-        cast("Any", cls)._abc_impl = ModuleType._abc_impl
-    for derived in cast("list[type]", cls.__subclasses__()):
+        cls._abc_impl = ModuleType._abc_impl
+    for derived in cls.__subclasses__():
         # The registry of a base would otherwise be read as that of the derived class.
         _make_abstract(derived)
 
