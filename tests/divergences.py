@@ -145,6 +145,14 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
+        "`functools.singledispatch` with functions for `nn.Module` and for an abstract class takes the "
+        "latter for layers that fit both, such as `Iterable` for `nn.Sequential` | It raises "
+        '"Ambiguous dispatch", because the layer derives from neither; register `torch.nn.Module`',
+        NO_ISSUE,
+        "tests/parity/module/test_classes.py::test_a_generic_function_takes_layers_that_fit_twice",
+    ),
+    _row(
+        "modkit",
         "`super(nn.Module, self)` finds the methods of `object` | It finds those of "
         "`torch.nn.Module`. To set an attribute without registering it, call `object.__setattr__`",
         NO_ISSUE,

@@ -1,7 +1,9 @@
 import abc
+import functools
 import inspect
 import sys
 import typing
+from collections.abc import Iterable
 from typing import Protocol
 
 import pytest
@@ -169,6 +171,36 @@ def test_a_plain_class_cannot_register(impl: Implementation) -> None:
         pass
 
     assert not hasattr(Net, "register")
+
+
+def test_a_generic_function_takes_layers(impl: Implementation) -> None:
+    """``functools.singledispatch`` finds the function for ``Module`` by the bases of a layer."""
+
+    class Net(impl.Module):
+        pass
+
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "object"
+
+    kind.register(impl.Module, lambda _: "module")
+    kind.register(torch.nn.Linear, lambda _: "linear")
+
+    values = (Net(), torch.nn.Identity(), torch.nn.Linear(1, 1), 1)
+    assert [*map(kind, values)] == ["module", "module", "linear", "object"]
+
+
+def test_a_generic_function_takes_layers_that_fit_twice(impl: Implementation) -> None:
+    """A container is a module and iterable: its own methods are nearer than its base."""
+
+    @functools.singledispatch
+    def kind(value: object) -> str:
+        return "object"
+
+    kind.register(impl.Module, lambda _: "module")
+    kind.register(Iterable, lambda _: "iterable")
+
+    assert kind(torch.nn.Sequential()) == "iterable"
 
 
 def test_layers_are_found_below_the_base_class(impl: Implementation) -> None:
