@@ -24,7 +24,7 @@ from torch import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.names import canonical_names
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state_checks import CheckedMapping, invalid_state
+from modkit.averaging.state_checks import COPY, CheckedMapping, invalid_state
 
 
 State: TypeAlias = Mapping[str, Any]
@@ -184,7 +184,7 @@ def _below(prefix: str, checked: CheckedMapping) -> dict[str, Tensor]:
 
     names = canonical_names(tensors)
     renamed = {names[key]: value for key, value in tensors.items()}
-    return CheckedMapping(checked.source, renamed).tensors()
+    return CheckedMapping(checked.source, renamed).tensors(COPY)
 
 
 def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:

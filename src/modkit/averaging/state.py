@@ -14,12 +14,19 @@ from torch import Tensor
 
 from modkit.averaging import schedules as decays
 from modkit.averaging.foreign_states import Converted, State, convert
-from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite, is_averaged
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state_checks import AVERAGE, OWN, CheckedMapping, described, invalid_state
+from modkit.averaging.state_checks import (
+    AVERAGE,
+    COPY,
+    OWN,
+    CheckedMapping,
+    described,
+    invalid_state,
+)
 
 
 # The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
@@ -184,7 +191,7 @@ def _read_own(
         start=start,
         schedules=[_schedule(*pair) for pair in zip(configs, schedules, strict=True)],
         averages=list(map(_average, averages)),
-        buffers=checked.inside("buffers").tensors(),
+        buffers=checked.inside("buffers").tensors(COPY),
         raw=_raw(checked.inside("raw"), model) if "raw" in state else {},
         stepped=_stepped(checked) if "stepped" in state else frozenset(),
     )
@@ -290,7 +297,7 @@ def _generators(checked: CheckedMapping) -> dict[str, Tensor]:
 
 def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     """Return the training weights of a state from inside ``applied``, which go into the model."""
-    weights = checked.tensors()
+    weights = checked.tensors(COPY)
     # Not all of a model is swapped, so the state may hold fewer names, but no others.
     members = NamedTensors(model).all() if weights else {}
     members = {name: members[name] for name in weights if name in members}
@@ -301,6 +308,8 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     for name, member in members.items():
         if weights[name].is_complex() != member.tensor.is_complex():
             checked.refuse(name, f"of a dtype like {member.tensor.dtype}")
+        if weights[name].layout != member.tensor.layout:
+            checked.refuse(name, f"of layout {member.tensor.layout}")
     return weights
 
 
@@ -346,13 +355,15 @@ def matched(
     Raises:
         NameMismatchError: If names or shapes of an average, or of its statistics, are not those of
             the model.
-        ValueError: If an average is complex and its parameter real, or the other way round.
+        ValueError: If an average is complex and its parameter real, or the other way round, or if
+            a buffer has another layout than that of the model.
     """  # noqa: DOC501 - invalid_state() makes a ValueError
     averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
     copied = set(loaded.buffers)
     if not members.has_lazy():
         averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
+        _check_copies(loaded.buffers, others)
 
     tensors_of_each = [dict(average["tensors"]) for average in loaded.averages]
     for tensors in tensors_of_each:
@@ -369,16 +380,28 @@ def matched(
         )
         for name, member in averaged.items():
             average = tensors[name]
-            if not is_averaged(average) or average.is_complex() != member.is_complex():
+            is_like = is_averaged(average) and average.is_complex() == member.is_complex()
+            if not is_like or average.layout != torch.strided:
                 raise invalid_state(
                     f"the state does not fit the model: the average of {name} must be of a dtype "
-                    f"like {member.dtype}, got {described(average)}"
+                    f"like {member.dtype} and dense, got {described(average)}"
                 )
 
     if not members.has_lazy():
         for stored in loaded.averages:
             _check_statistics(stored.get("statistics", {}), members)
     return averaged, copied, tensors_of_each
+
+
+def _check_copies(buffers: Mapping[str, Tensor], members: list[Member]) -> None:
+    """Raise ValueError unless copied buffers are sparse where those of the model are."""
+    for member in members:
+        saved = buffers.get(member.name)
+        if saved is not None and saved.layout != member.tensor.layout:
+            raise invalid_state(
+                f"the state does not fit the model: the buffer {member.name} must be of layout "
+                f"{member.tensor.layout}, got {described(saved)}"
+            )
 
 
 def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -> None:

@@ -39,7 +39,8 @@ def invalid_state(text: str, owner: str = "EMA") -> ValueError:
 def described(value: object) -> str:
     """Return a value as errors show it: in one line, and tensors without their elements."""
     if isinstance(value, Tensor):
-        return f"a tensor of dtype {value.dtype} and shape {tuple(value.shape)}"
+        layout = "" if value.layout == torch.strided else f", layout {value.layout}"
+        return f"a tensor of dtype {value.dtype}{layout} and shape {tuple(value.shape)}"
     line = repr(value)
     return line if len(line) <= _LONGEST_REPR else f"{line[:_LONGEST_REPR]}..."
 
@@ -49,11 +50,14 @@ KINDS: Final[dict[str, Callable[[Any], bool]]] = {
     "a list": lambda value: isinstance(value, (list, tuple)),
     "True or False": lambda value: isinstance(value, int) and value in (0, 1),
     "a tensor": lambda value: isinstance(value, Tensor),
-    "a dense tensor with data": lambda value: value.layout == torch.strided and not value.is_meta,
+    "a tensor with data": lambda value: not value.is_meta,
+    "a dense tensor": lambda value: value.layout == torch.strided,
     "of a floating point or complex dtype": is_averaged,
 }
 # Each of these kinds is tested only if the ones before it hold.
-TENSOR: Final = ("a tensor", "a dense tensor with data")
+# What is copied may be sparse, as buffers with the edges of a graph are; averages are dense.
+COPY: Final = ("a tensor", "a tensor with data")
+TENSOR: Final = (*COPY, "a dense tensor")
 AVERAGE: Final = (*TENSOR, "of a floating point or complex dtype")
 
 

@@ -88,7 +88,8 @@ def _digest(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return "nested"
 
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+    is_dense = tensor.layout is torch.strided
+    dense = tensor.detach() if is_dense else tensor.detach().to_dense()
     dense = dense.dequantize() if dense.is_quantized else dense
     # A clone, since a tensor of one element counts as contiguous whatever its stride is.
     flat = dense.cpu().resolve_conj().clone(memory_format=torch.contiguous_format)
@@ -116,7 +117,7 @@ def freeze_tensor(tensor: torch.Tensor) -> str:
     if tensor.requires_grad:
         words.append("requires grad")
     # The report then shows by how much two tensors differ.
-    if tensor.numel() <= SHOWN and not (tensor.is_meta or tensor.is_sparse):
+    if tensor.numel() <= SHOWN and tensor.layout is torch.strided and not tensor.is_meta:
         words.append(tensor.tolist())
     return " ".join(map(str, words))
 

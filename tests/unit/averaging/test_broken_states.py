@@ -117,7 +117,7 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", put(ONES, *TENSORS, 3), r"\[3\] must be a tensor under a name of type str"),
     ("plain", put(ONES.int(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
     ("plain", put(ONES.cfloat(), *WEIGHT), "0.weight must be of a dtype like torch.bfloat16"),
-    ("plain", put(ONES.to("meta"), *WEIGHT), "must be a dense tensor with data"),
+    ("plain", put(ONES.to("meta"), *WEIGHT), "must be a tensor with data"),
     ("plain", put(ONES.T, *WEIGHT), r"0.weight \(\(4, 6\) instead of \(6, 4\)\)"),
     ("plain", put(ONES, *TENSORS, "more"), "1 unexpected: more"),
     ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
@@ -127,7 +127,7 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", put({"1.running_mean": 1.0}, *FIRST, "statistics"), "must be a tensor"),
     ("plain", put({1: torch.ones(6)}, *FIRST, "statistics"), "a name of type str"),
     ("plain", put({"1.running_mean": torch.ones(5)}, *FIRST, "statistics"), "1.running_mean"),
-    ("plain", put({"1.running_mean": META}, *FIRST, "statistics"), "dense tensor with data"),
+    ("plain", put({"1.running_mean": META}, *FIRST, "statistics"), "a tensor with data"),
     # Entries of the precisions.
     ("compensated", put(ONES.T, *FIRST, "rests", "0.weight"), r"of shape \(6, 4\), that of"),
     ("compensated", put(ONES, *FIRST, "rests", "more"), "must be absent"),

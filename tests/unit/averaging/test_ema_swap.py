@@ -596,6 +596,41 @@ SPARSE = ["sparse", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc"]
 OPAQUE = ["mkldnn", "nested", "jagged"]
 
 
+@for_each("kind", SPARSE)
+def test_a_state_with_a_sparse_buffer_is_loaded(kind) -> None:
+    """A checkpoint resumes the copies too, as does one from inside the block, or of torch."""
+    model = nn.Linear(2, 2)
+    model.register_buffer("edges", unusual(kind))
+    ema = modkit.EMA(model, decay=0.5)
+    ema.update()
+    resumed = modkit.EMA(model, decay=0.5)
+    resumed.load_state_dict(ema.state_dict())
+    assert freeze(resumed.state_dict()) == freeze(ema.state_dict())
+    resumed.update()
+    with resumed.applied():
+        torch.testing.assert_close(model.edges, unusual(kind))
+        inside = resumed.state_dict()
+    with pytest.warns(UserWarning, match="its training weights are loaded"):
+        ema.load_state_dict(inside)
+    ema.load_state_dict({f"module.{name}": value for name, value in model.state_dict().items()})
+    ema.update()
+    torch.testing.assert_close(dict(ema.named_averages())["edges"], unusual(kind))
+
+    for part in "buffers", "raw":
+        broken = {**inside, part: {"edges": torch.eye(4)}}
+        with pytest.raises(ValueError, match=r"edges.* must be of layout torch\.sparse.* Nothing"):
+            ema.load_state_dict(broken)
+    with pytest.raises(
+        ValueError, match=r"'weight'\] must be a dense tensor.* layout torch\.sparse"
+    ):
+        ema.load_state_dict(
+            {
+                **inside,
+                "averages": [{"tensors": {"weight": unusual(kind)}, "rests": {}, "generators": {}}],
+            }
+        )
+
+
 @for_each("kind", SPARSE + OPAQUE)
 def test_a_parameter_that_torch_cannot_average_is_refused_by_name(kind) -> None:
     """The first update is refused, nothing has changed, and without the parameter it works."""

@@ -13,3 +13,12 @@ def test_in_a_compiled_function_the_digest_is_that_of_the_elements() -> None:
     ones = torch.zeros(2000) + 1
 
     assert compiled(torch.zeros(2000)) == freeze_tensor(ones)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_tensors_of_each_layout_are_compared_by_their_elements() -> None:
+    """A model with such a buffer is compared, with the elements of the dense tensor."""
+    eye = torch.eye(2)
+    for layout in torch.sparse_coo, torch.sparse_csr, torch.sparse_csc:
+        described = [freeze_tensor(tensor.to_sparse(layout=layout)) for tensor in (eye, 2 * eye)]
+        assert [f"{text} " in freeze_tensor(eye) for text in described] == [True, False]
