@@ -263,6 +263,13 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
+        "Each call of `torch.jit.script`, `trace`, `load` and `save` warns that it is deprecated | The "
+        "first one in a process does; filters for torch's warning hold",
+        NO_ISSUE,
+        "tests/parity/jit/test_compiling.py::test_each_call_warns_that_torchscript_is_deprecated",
+    ),
+    _row(
+        "modkit",
         "The folder in an archive has the name of the file | It is called `archive`, as in what "
         "`save_to_buffer` returns: C++ writes to memory only, since it ends the process on a full disk",
         NO_ISSUE,

@@ -631,8 +631,8 @@ _IN_JIT: Final = [
     Bug(
         "notice: the next call after the warning was an error",
         "jit/_upstream.py",
-        "    _given.add(MESSAGE)\n    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)",
-        "    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)\n    _given.add(MESSAGE)",
+        "    warnings.warn_explicit(message(function)",
+        "    _given.clear()\n    warnings.warn_explicit(message(function)",
         "tests/unit/jit/test_environment.py",
     ),
 ]

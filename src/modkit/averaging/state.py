@@ -396,8 +396,8 @@ def matched(
 def _check_copies(buffers: Mapping[str, Tensor], members: list[Member]) -> None:
     """Raise ValueError unless copied buffers are sparse where those of the model are."""
     for member in members:
-        saved = buffers.get(member.name)
-        if saved is not None and saved.layout != member.tensor.layout:
+        saved = buffers.get(member.name, member.tensor)
+        if saved.layout != member.tensor.layout:
             raise invalid_state(
                 f"the state does not fit the model: the buffer {member.name} must be of layout "
                 f"{member.tensor.layout}, got {described(saved)}"

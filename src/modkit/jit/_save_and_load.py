@@ -32,7 +32,7 @@ def save(m: Any, f: Any, _extra_files: Mapping[str, str | bytes] | None = None) 
         RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
         OSError: If the file cannot be written.
     """
-    give_notice()
+    give_notice("save")
     files = dict(_extra_files or {})
     # Torch's method, which user classes inherit, writes the path in C++.
     torch_save: object = getattr(torch.jit.ScriptModule, "save", None)
@@ -95,7 +95,7 @@ def load(
         >>> jit.load(buffer).weight.shape
         torch.Size([2, 4])
     """
-    give_notice()
+    give_notice("load")
     device = validate_map_location(map_location)
     if _extra_files is not None and not isinstance(cast("object", _extra_files), MutableMapping):
         kind = type(_extra_files).__name__

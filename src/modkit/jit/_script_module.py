@@ -135,7 +135,7 @@ def script_method(fn: FunctionT) -> FunctionT:
         ...     def forward(self, x):
         ...         return x * 2
     """
-    give_notice()
+    give_notice("script_method")
     if not ENABLED:
         return fn
     # One frame up is the body of the class, two frames up the scope around it.

@@ -87,7 +87,7 @@ def script(
     modkit: A module in several places is compiled to one module, and buffers that are not
     persistent stay so.
     """
-    give_notice()
+    give_notice("script")
     if not ENABLED:
         return obj
 
@@ -150,7 +150,7 @@ def trace(
     # Before any other name is bound.
     arguments = dict(locals())
 
-    give_notice()
+    give_notice("trace")
     if not ENABLED:
         return func
     return _traced(trace_anything, arguments, getattr(func, "__self__", func))
@@ -199,7 +199,7 @@ def trace_module(
     # Before any other name is bound.
     arguments = dict(locals())
 
-    give_notice()
+    give_notice("trace_module")
     if not ENABLED:
         return cast("ScriptModule", mod)
     return cast("ScriptModule", _traced(trace_module_anything, arguments, mod))
@@ -220,7 +220,6 @@ def interface(obj: ClassT) -> ClassT:
     Raises:
         RuntimeError: If ``obj`` is not a class, or has other bases.
     """
-    give_notice()
     if not isinstance(cast("object", obj), type):
         raise RuntimeError("interface must be applied to a class")  # noqa: TRY004 - torch's type
 
@@ -266,7 +265,6 @@ def freeze(
         >>> len(list(frozen.parameters())), frozen(torch.ones(3, 4)).shape
         (0, torch.Size([3, 2]))
     """
-    give_notice()
     with without_warnings_of_torch():
         frozen: Any = torch.jit.freeze(mod, preserved_attrs, optimize_numerics)
     return cast("ScriptModule", wrap_cpp(frozen._c))
@@ -289,7 +287,6 @@ def optimize_for_inference(
     Raises:
         RuntimeError: If ``mod`` is not a ScriptModule.
     """
-    give_notice()
     with without_warnings_of_torch():
         result: Any = torch.jit.optimize_for_inference(mod, other_methods)
     return cast("ScriptModule", mod if result is mod else wrap_cpp(result._c))

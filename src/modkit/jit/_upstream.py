@@ -82,29 +82,38 @@ _UNSUPPORTED: Final = (3, 14)
 _given: Final[set[str]] = set()
 
 
-def give_notice(stacklevel: int = 3) -> None:
+def give_notice(function: str) -> None:
     """Warn once in a process, with the line that called the public function.
 
+    Filters for torch's warning hold, whether they have its text or its module: a program whose
+    other warnings are errors has one, and does not know of modkit.
+
     Args:
-        stacklevel: The frames from here to that line; 3 from a public function itself.
+        function: The public function that was called.
     """
     if _given:
         return
     # Entered first: where the warning is made an error, the next call works.
     _given.add(MESSAGE)
-    warnings.warn(message(), DEPRECATION, stacklevel=stacklevel)
+    module = getattr(_jit, function).__module__
+    caller = sys._getframe(2)
+    place = caller.f_code.co_filename, caller.f_lineno
+    warnings.warn_explicit(message(function), DEPRECATION, *place, module)
 
 
-def message() -> str:
-    """Return the text of the notice, which names a Python that torch does not support.
+def message(function: str) -> str:
+    """Return the text of the notice: torch's first words, and what holds for modkit.
+
+    Args:
+        function: The public function that was called.
 
     Returns:
         One paragraph.
     """
-    if sys.version_info < _UNSUPPORTED:
-        return MESSAGE
-    running = ".".join(map(str, sys.version_info[:2]))
-    return f"{MESSAGE} Torch does not support it on Python {running}, where compiling may fail."
+    problem = "is deprecated."
+    if sys.version_info >= _UNSUPPORTED:
+        problem = "is not supported in Python 3.14+ and may break."
+    return f"`torch.jit.{function}` {problem} {MESSAGE}"
 
 
 @contextmanager

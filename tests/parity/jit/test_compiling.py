@@ -14,6 +14,14 @@ pytestmark = [
 ]
 
 
+@pytest.mark.skipif("warn" not in torch.jit.script.__code__.co_names, reason="torch does not warn")
+def test_each_call_warns_that_torchscript_is_deprecated(impl):
+    """The second call, too."""
+    for _ in range(2):
+        with pytest.warns((DeprecationWarning, FutureWarning), match="`torch.jit.script` is"):
+            impl.jit.script(impl.nn.Linear(1, 1))
+
+
 def test_methods_of_every_annotation_run(impl):
     """Exported methods are compiled, ignored ones run in Python on the compiled module."""
 

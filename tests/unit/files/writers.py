@@ -98,7 +98,7 @@ class Jit(Writer):
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
-        warnings.filterwarnings("ignore", "TorchScript gets no new features")
+        warnings.filterwarnings("ignore", ".*TorchScript gets no new features")
         self.module = jit.script(Vector(elements))
 
     def save(self, path: Path, version: int) -> None:

@@ -107,7 +107,34 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
     )
 
     notice = "TorchScript gets no new features and a later release of torch may drop it"
-    assert lines == [f"{CATEGORY} {tmp_path / 'script.py'} {notice}"]
+    (line,) = lines
+    assert line.startswith(f"{CATEGORY} {tmp_path / 'script.py'} `torch.jit.script_method` is ")
+    assert line.endswith(notice)
+
+
+@pytest.mark.parametrize("library", ["torch", "modkit"])
+@pytest.mark.parametrize("chosen", ["message='`torch.jit.script` is'", "module='torch.jit'"])
+def test_filters_for_the_warning_of_torch_hold(library, chosen, tmp_path):
+    """A program in which all other warnings are errors is not stopped by the notice."""
+    lines = run(
+        tmp_path,
+        f"""
+        import warnings
+        import {library}.nn as nn
+        from {library} import jit
+
+        @jit.interface
+        class Numbers:
+            def number(self) -> int:
+                pass
+
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", {chosen})
+        print(type(jit.script(nn.Linear(2, 2))).__name__)
+        """,
+    )
+
+    assert lines == ["RecursiveScriptModule"]
 
 
 def test_the_notice_can_be_an_error(tmp_path):
@@ -267,7 +294,7 @@ def test_a_torch_whose_functions_refuse(tmp_path):
 
         from modkit import jit
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "TorchScript gets no new features")
+        warnings.filterwarnings("ignore", ".*TorchScript gets no new features")
         module = jit.load({path!r})
         print(module(torch.ones(1, 2)).tolist())
         print(type(module).__name__)

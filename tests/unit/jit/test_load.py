@@ -143,9 +143,10 @@ def test_what_the_reader_of_torch_refuses_is_a_corrupt_file(kind, tmp_path):
 
 @pytest.mark.parametrize(("version", "named"), [((3, 13), False), ((3, 14), True)], ids=str)
 def test_the_upstream_names_a_python_that_is_not_supported(version, named, monkeypatch):
-    """From Python 3.14 on the notice says that compiling may fail."""
+    """From Python 3.14 on the notice says that TorchScript may break, in torch's words."""
     monkeypatch.setattr(_upstream, "sys", SimpleNamespace(version_info=version))
 
-    assert ("does not support it on Python 3.14" in _upstream.message()) == named
-    assert _upstream.message().startswith(_upstream.MESSAGE)
+    message = _upstream.message("script")
+    assert ("is not supported in Python 3.14+ and may break" in message) == named
+    assert message.startswith("`torch.jit.script` is ") and message.endswith(_upstream.MESSAGE)
     assert sys.version_info >= (3, 10)
