@@ -24,7 +24,7 @@ from torch import Tensor
 
 from modkit.compat.outcomes import Library, Outcome, leaves, outcome
 from modkit.compat.run import NOT_COMPARED, Result
-from modkit.compat.swapped_imports import SwappedImports
+from modkit.compat.swapped_imports import UNTOUCHED, SwappedImports, untouched
 
 
 _SHAPE: Final = re.compile(r"\d+(,\d+)*")
@@ -277,8 +277,9 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
+    swapped: list[str] = []
     if name == "modkit":
-        sys.meta_path.insert(0, SwappedImports(packages_of(target)))
+        sys.meta_path.insert(0, SwappedImports(packages_of(target), report=swapped.append))
     try:
         model = build(target)
         inputs = inputs_of(target, model)
@@ -286,6 +287,9 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         reason = f"the model cannot be built on {name}: {type(error).__name__}: {error}"
         # An exception of the user's code need not survive a pickle, so only its text is sent.
         connection.send(error if isinstance(error, TargetError) else RuntimeError(reason))
+        return
+    if name == "modkit" and (unused := untouched(target.swap, swapped)):
+        connection.send(TargetError(f"--swap {unused[0]}: {UNTOUCHED}"))
         return
 
     modules = _counted(model, Library(name).nn.Module)
@@ -319,7 +323,8 @@ def compare(
         A title, and a result for each check.
 
     Raises:
-        TargetError: If the target or the inputs do not exist.
+        TargetError: If the target or the inputs do not exist, or a package of ``target.swap`` uses
+            nothing that modkit replaces.
         RuntimeError: If the model cannot be built on torch, or a process ended.
     """
     # Not forked: a new process has imported nothing of the user's.
@@ -344,6 +349,8 @@ def compare(
                 raise first
             # Both processes run at once, so only torch's side shows its progress.
             second = _received(of_modkit)
+            if isinstance(second, TargetError):
+                raise second
             if isinstance(second, Exception):
                 built: Outcome = ("returns", "a model", [])
                 failed: Outcome = ("raises", str(second), [])

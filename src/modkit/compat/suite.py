@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
-from modkit.compat.swapped_imports import VARIABLE, Options
+from modkit.compat.swapped_imports import UNTOUCHED, VARIABLE, Options, untouched
 
 
 if TYPE_CHECKING:
@@ -127,8 +127,8 @@ class Suite:
         # The hook that rewrites assertions would read the files itself, without modkit in them.
         command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "--tb=short"]
         # The cache would write to the user's project, and a random order would differ between
-        # sides.
-        command += ["-p", "no:cacheprovider", "-p", "no:randomly"]
+        # sides. A project whose own options stop at the first failure is compared as a whole.
+        command += ["-p", "no:cacheprovider", "-p", "no:randomly", "--maxfail=0"]
         if self.processes:
             command += ["-n", str(self.processes)]
         if self.keep_going:
@@ -321,15 +321,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
     """Return why a run gave nothing to compare."""
     last = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
-    last = " / ".join(last.splitlines()[-3:])
+    last = " / ".join(list(filter(str.strip, last.splitlines()))[-3:])
     if status < 0:
         tests = [test for test, outcome in record.outcomes.items() if outcome[0] == "cut off"]
         return (
             f"the process that ran the tests on {side} ended with signal {-status} in "
             f"{', '.join(tests) or 'no test'}; --keep-going runs the other tests"
         )
-    # Pytest calls a run interrupted if a file cannot be collected.
-    if status == 2:
+    # Pytest calls a run interrupted if a file cannot be collected, and if it stops at a failure.
+    if status == 2 and "uncollected" in counted(record.outcomes):
         return (
             f"pytest could not collect the tests on {side} (--keep-going runs the others): {last}"
         )
@@ -437,7 +437,8 @@ def compare_suite(
 
     Raises:
         SuiteError: If pytest or pytest-xdist is missing, a run fails as described at :func:`run`,
-            no test ran on torch, or the suite uses nothing that modkit replaces.
+            no test ran on torch, or the suite, or one of ``packages``, uses nothing that modkit
+            replaces.
     """
     needed = {"pytest": "--tests", **({"xdist": "-n"} if suite.processes else {})}
     for module, option in needed.items():
@@ -463,6 +464,8 @@ def compare_suite(
             if side == "torch":
                 require_a_test(records[side].outcomes)
 
+        if unused := untouched(suite.packages, records["modkit"].swapped):
+            raise SuiteError(f"--swap {unused[0]}: {UNTOUCHED}")
         # Both runs were on torch, and a report of equal outcomes would say nothing of modkit.
         if not records["modkit"].swapped:
             raise SuiteError(

@@ -17,7 +17,7 @@ from modkit.compat.swap import swap_source
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
     from types import CodeType
 
 # Installed libraries may lie inside a project, in a virtual environment of its own.
@@ -27,6 +27,19 @@ _NEVER: Final = {"torch", "modkit"}
 # Holds the options of a run as JSON, so that the workers of pytest-xdist have them before they
 # import the first ``conftest.py``.
 VARIABLE: Final = "MODKIT_COMPAT"
+# A misspelled package would be compared with itself.
+UNTOUCHED: Final = "none of its modules was imported, or none uses torch.nn, so it was not compared"
+
+
+def untouched(packages: Iterable[str], swapped: Iterable[str]) -> list[str]:
+    """Return the packages of which no module was rewritten.
+
+    Args:
+        packages: The packages that were to be rewritten.
+        swapped: Names of the modules that were.
+    """
+    names = [f"{name}." for name in swapped]
+    return [p for p in packages if not any(name.startswith(f"{p}.") for name in names)]
 
 
 class Options(NamedTuple):

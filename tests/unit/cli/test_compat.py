@@ -209,6 +209,15 @@ def test_what_fails(check: str, kind: str, expected: bool) -> None:
     assert failed([found]) is expected
 
 
+@pytest.mark.usefixtures("forked_models")
+def test_a_swapped_package_that_uses_nothing_of_torch(script: Path) -> None:
+    """A misspelled package is an error of the command line: it would be compared with itself."""
+    found = run(f"{script}:Net", "--swap", "user_scripts")
+
+    assert found.exit_code == 2
+    assert "Error: --swap user_scripts: none of its modules was imported" in found.stderr
+
+
 def test_a_model_that_raises(script: Path) -> None:
     """The error of the user's code is one line, and no traceback."""
     found = run(f"{script}:raises")

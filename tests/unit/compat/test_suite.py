@@ -177,6 +177,15 @@ def test_equal_suites_succeed(project):
     assert "running the tests on torch, then with modkit in" in result.stderr
 
 
+@pytest.mark.usefixtures("_forked")
+def test_a_project_that_stops_at_the_first_failure_is_compared_as_a_whole(project):
+    """The sides would stop at different tests, and what did not run would differ."""
+    (project / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-x"\n')
+    result = invoke("compat", "--tests", "tests", "--json", "--", "-k", "both_raise or metaclass")
+
+    assert json.loads(result.stdout)["counts"]["torch"] == {"failed": 1, "passed": 1}
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -188,6 +197,10 @@ def test_equal_suites_succeed(project):
         (["a:B", "c:D"], "one TARGET is compared at a time, got 2"),
         (["--tests", "tests", "--", "--bogus"], "unrecognized arguments: --bogus"),
         (["--tests", "tests", "--", "-k", "nothing"], "pytest ended with status 5 on torch"),
+        (
+            ["--tests", "tests", "--swap", "nowhere", "--", "-k", "equal"],
+            "--swap nowhere: none of its modules was imported, or none uses torch.nn",
+        ),
     ],
 )
 @pytest.mark.usefixtures("project", "_forked")
