@@ -23,7 +23,14 @@ from modkit.nn._load_plan import (
     tensors_of,
 )
 from modkit.nn._load_tensor import Entry, Ties, warn_if_meta, write
-from modkit.nn._overrides import TorchModule, is_dynamo_compiling, is_standard, patchable, standard
+from modkit.nn._overrides import (
+    TorchModule,
+    is_dynamo_compiling,
+    is_standard,
+    patchable,
+    standard,
+    torchs_method,
+)
 
 
 # The ties of the running loads that assign, by the identity of the list of errors that is handed to
@@ -203,19 +210,11 @@ def _load_from_state_dict(
     runs.
     """
     # As in ``patchable``, without its wrapper.
-    current = TorchModule._load_from_state_dict
-    if current is not TORCH_LOAD or is_dynamo_compiling():
-        current(
-            self,
-            state_dict,
-            prefix,
-            local_metadata,
-            strict,
-            missing_keys,
-            unexpected_keys,
-            error_msgs,
-        )
-        return
+    if TorchModule._load_from_state_dict is not TORCH_LOAD or is_dynamo_compiling():
+        call = torchs_method(self, "_load_from_state_dict")
+        lists = missing_keys, unexpected_keys, error_msgs
+        # A patch may return something.
+        return cast("None", call(state_dict, prefix, local_metadata, strict, *lists))
 
     if self._load_state_dict_pre_hooks:
         # A copy of the table, so that a hook may remove itself.
@@ -250,6 +249,7 @@ def _load_from_state_dict(
         missing_keys += missing
         if state_dict:
             unexpected_keys += _unexpected(self, state_dict, prefix, own_names(self))
+    return None
 
 
 def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> list[str]:

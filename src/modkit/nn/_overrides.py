@@ -6,6 +6,7 @@ tree calls what a class or an instance overrides, with torch's signature, instea
 """
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -43,6 +44,27 @@ def standard(function: FunctionT) -> FunctionT:
     return function
 
 
+def torchs_method(module: torch.nn.Module, name: str) -> Any:
+    """Return a method of ``torch.nn.Module`` as it is now, bound to a module.
+
+    What is put there need not be a function: it is bound as Python binds attributes of a class. A
+    mock, for instance, is called without the module.
+
+    Args:
+        module: The module.
+        name: The name of the method.
+
+    Returns:
+        What the module would have as this attribute if modkit did not override it.
+    """
+    if is_dynamo_compiling():
+        # Dynamo traces functions.
+        return functools.partial(getattr(TorchModule, name), module)
+    value = TorchModule.__dict__[name]
+    bind = getattr(type(value), "__get__", None)
+    return value if bind is None else bind(value, module, type(module))
+
+
 def patchable(function: FunctionT) -> FunctionT:
     """Declare a method of ours that leaves to torch's of that name where it is patched or compiled.
 
@@ -61,8 +83,10 @@ def patchable(function: FunctionT) -> FunctionT:
     @functools.wraps(function)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         current = getattr(TorchModule, name)
-        if current is not original or is_dynamo_compiling():
+        if is_dynamo_compiling():
             return current(self, *args, **kwargs)
+        if current is not original:
+            return torchs_method(self, name)(*args, **kwargs)
         try:
             # A plain call takes half the time of one that unpacks, and most have no arguments.
             return function(self, *args, **kwargs) if args or kwargs else function(self)
@@ -70,6 +94,8 @@ def patchable(function: FunctionT) -> FunctionT:
             _note_forgotten_init(error)
             raise
 
+    # Otherwise ``inspect.getfullargspec`` would find ``*args, **kwargs``.
+    method.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     standard(function)
     return standard(method)  # type: ignore[return-value]
 
@@ -107,6 +133,9 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
         False if anything else than torch's functions and ours would run.
     """
     cls = type(module)
+    # It may return another method than the class has.
+    if cls.__getattribute__ is not object.__getattribute__:
+        return False
     for name, original in asked:
         if (
             getattr(cls, name, None) not in STANDARD
@@ -143,7 +172,8 @@ class StandardClasses(dict[type, bool]):
 
     def __missing__(self, cls: type) -> bool:
         """Check a class that this walk has not met before."""
-        plain = True
+        # What a table holds need not be a module, but every object has this method.
+        plain = cls.__getattribute__ is object.__getattribute__
         for name, original in self.asked:
             function = getattr(cls, name, None)
             # A class that has torch's function has it whether or not ``torch.nn.Module`` is

@@ -1,6 +1,7 @@
 """One contract for overrides: whatever torch calls is called, wherever it has been set."""
 
 import copy
+import functools
 import inspect
 import types
 import warnings
@@ -204,6 +205,107 @@ def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> 
         "_wrapped_call_impl",
     }:
         assert any(expected.values())
+
+
+class Descriptor:
+    """What binds itself, as the wrappers of some libraries do; it is no function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, owner=None):
+        """Bind the function."""
+        return functools.partial(self.function, instance, owner is not None)
+
+
+# What a test or a library may put in place of a function; `partial` is called as a mock is.
+REPLACEMENTS: dict[str, Any] = {
+    "classmethod": classmethod,
+    "descriptor": Descriptor,
+    "mock": functools.partial,
+    "partialmethod": lambda function: functools.partialmethod(function, 1),
+    "property": lambda function: property(lambda self: functools.partial(function, self)),
+    "staticmethod": staticmethod,
+}
+
+
+def replacement_seen(impl: Implementation, name: str, kind: str) -> Any:
+    """Put something else than a function into ``torch.nn.Module``; return how it is called."""
+    log: list[tuple[Any, ...]] = []
+
+    def record(*args, **kwargs):
+        # A class is that of modkit or torch, or the user's.
+        log.append((*map(shown, args), sorted(kwargs)))
+        return []
+
+    leaf = network(impl).leaf
+    arguments = [*inspect.signature(getattr(torch.nn.Module, name)).parameters][1:]
+    static = inspect.getattr_static(torch.nn.Module, name)
+    try:
+        setattr(torch.nn.Module, name, REPLACEMENTS[kind](record))
+        returned = getattr(leaf, name)(*arguments)
+    finally:
+        setattr(torch.nn.Module, name, static)
+    return log, returned
+
+
+@for_each("kind", REPLACEMENTS)
+@for_each("name", [name for name in METHODS if name != "forward" and name[:2] != "__"])
+def test_a_replacement_that_is_no_function_is_bound_as_in_torch(name: str, kind: str) -> None:
+    """A mock of ``torch.nn.Module.to`` gets the arguments alone, without the module."""
+    expected = replacement_seen(TORCH, name, kind)
+    actual = replacement_seen(MODKIT, name, kind)
+
+    assert actual == expected
+    assert expected[0]
+
+
+@for_each("name", METHODS)
+def test_the_arguments_of_a_method_are_found_without_its_wrapper(
+    impl: Implementation, name: str
+) -> None:
+    """`inspect.getfullargspec`, which looks at no `__wrapped__`, finds torch's arguments."""
+    expected = inspect.getfullargspec(getattr(torch.nn.Module, name))
+    actual = inspect.getfullargspec(getattr(impl.Module, name))
+
+    assert actual[:5] == expected[:5]
+    assert actual.kwonlydefaults == expected.kwonlydefaults
+
+
+def test_a_getattribute_of_a_class_finds_the_methods_that_are_called(impl: Implementation) -> None:
+    """A class may return other methods than it has, from its own `__getattribute__`."""
+    calls = []
+
+    class Hidden(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = impl.nn.Linear(1, 1)
+
+        def __getattribute__(self, name):
+            if name in {"state_dict", "train", "_apply", "apply", "_load_from_state_dict"}:
+                return lambda *_, **__: calls.append(name)
+            if name == "named_modules":
+                return lambda *_, **__: iter([("hidden", self)])
+            return super().__getattribute__(name)
+
+    hidden = Hidden()
+    model = impl.nn.Sequential(hidden)
+    state = impl.Module.state_dict(model)
+    impl.Module.eval(model)
+    impl.Module.double(model)
+    impl.Module.apply(model, lambda _: None)
+    entries = {"0.inner.weight": torch.ones(1, 1), "0.inner.bias": torch.ones(1)}
+    impl.Module.load_state_dict(model, entries)
+    names = [name for name, _ in impl.Module.named_modules(model)]
+
+    assert state == {}
+    assert calls == ["state_dict", "train", "_apply", "apply", "_load_from_state_dict"]
+    assert names == ["", "hidden"]
+    assert hidden.inner.bias.item() == 1
+    assert [*impl.Module.modules(model)] == [model, hidden]
+    assert [*impl.Module.parameters(model)] == []
+    assert hidden.inner.training
+    assert hidden.inner.weight.dtype is torch.float32
 
 
 def plain(impl: Implementation) -> Any:
