@@ -155,7 +155,7 @@ def _entries(container: object) -> Iterator[tuple[str, object]]:
         yield from (("", value) for value in container)
     elif isinstance(container, (list, tuple)):
         yield from ((f"[{index}]", value) for index, value in enumerate(container))
-    elif isinstance(container, argparse.Namespace):
+    elif isinstance(container, (argparse.Namespace, torch.Tensor)):
         yield from ((f".{name}", value) for name, value in vars(container).items())
 
 
@@ -186,11 +186,11 @@ def _refusal(entry: Any) -> str:
     if not is_named:
         name = f"of type {name}"
 
-    advice = (
-        "save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or allow it with "
-        "torch.serialization.add_safe_globals() where you save and load"
-    )
-    if isinstance(entry, enum.Enum):
+    allow = "allow it with torch.serialization.add_safe_globals() where you save and load"
+    advice = f"save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or {allow}"
+    if isinstance(entry, torch.Tensor):
+        advice = f"save a plain tensor, such as its as_subclass(torch.Tensor), or {allow}"
+    elif isinstance(entry, enum.Enum):
         advice = "save its value"
     elif getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:
         advice = "save torch.from_numpy(array)"

@@ -33,6 +33,17 @@ class Options:
     """A class of the user."""
 
 
+class Labels(torch.Tensor):
+    """A class of tensors of the user."""
+
+
+def loaded_by(loader: object) -> torch.nn.Parameter:
+    """Return a parameter that says how it is loaded, as in vLLM."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.loader = loader
+    return parameter
+
+
 Point = collections.namedtuple("Point", "x")
 
 READABLE: dict[str, Any] = {
@@ -84,6 +95,7 @@ def test_what_can_be_saved_is_read(name: str, location: Any, mmap: bool, tmp_pat
 
 
 PLAIN = "save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or allow it with"
+TENSOR = "save a plain tensor, such as its as_subclass(torch.Tensor), or allow it with"
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "path": (Path("run"), "pathlib.", "save str(path)"),
     "time": (
@@ -114,6 +126,12 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "strings": (np.array(["a"]), "numpy.ndarray", "save its tolist()"),
     "objects": (np.array([None]), "numpy.ndarray", "save its tolist()"),
     "date": (np.datetime64("2026"), "numpy.datetime64", "save its tolist()"),
+    "tensor": (torch.ones(2).as_subclass(Labels), f"{__name__}.Labels", TENSOR),
+    "parameter": (
+        torch.nn.Parameter(torch.ones(2).as_subclass(Labels)),
+        f"{__name__}.Labels",
+        TENSOR,
+    ),
     "large array": (np.zeros(1 << 18), "numpy.ndarray", "save torch.from_numpy(array)"),
 }
 
@@ -142,10 +160,11 @@ def test_what_cannot_be_read_is_not_saved(name: str, tmp_path: Path) -> None:
         ({"run": {Path("a"): 1}}, "checkpoint['run'].keys() is of type pathlib."),
         ({"run": {1, Path("a")}}, "checkpoint['run'] is of type pathlib."),
         ({"args": argparse.Namespace(out=Path("a"))}, "checkpoint['args'].out is of type pathlib."),
+        ({"weight": loaded_by(Path("a"))}, "checkpoint['weight'].loader is of type pathlib."),
         ([Path("a")], "checkpoint[0] is of type pathlib."),
         (Path("a"), "checkpoint is of type pathlib."),
     ],
-    ids=["key", "set", "namespace", "list", "whole"],
+    ids=["key", "set", "namespace", "parameter", "list", "whole"],
 )
 def test_the_place_of_what_cannot_be_read(content: Any, place: str, tmp_path: Path) -> None:
     """The error leads to the innermost object."""
