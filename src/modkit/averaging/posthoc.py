@@ -564,6 +564,8 @@ class PostHocEMA:
         """
         snapshots = find_snapshots(self.directory)
         reached = [snapshot for snapshot in snapshots if snapshot.step <= self.step]
+        if not reached:
+            raise FileNotFoundError(f"no snapshots up to step {self.step} in {self.directory}")
         return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:

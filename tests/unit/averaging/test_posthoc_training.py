@@ -158,7 +158,7 @@ def test_no_average_yet(tmp_path):
 
     with pytest.raises(RuntimeError, match="no average to save before the first update"):
         averages.snapshot()
-    with pytest.raises(FileNotFoundError, match="no snapshots of averages"):
+    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 1 in {tmp_path}"):
         averages.reconstruct(0.1)
 
 
