@@ -27,6 +27,10 @@ SIDES: Final = ("torch", "modkit")
 REPEATS: Final = 3
 # Exit codes of pytest after which there are outcomes to compare: all passed, some failed.
 _RAN: Final = (0, 1)
+_NO_TESTS: Final = 5
+# Interrupted, by a file that cannot be collected too; wrong arguments; no tests. Others end a
+# process in the middle of a test: a signal, ``os._exit``, ``pytest.exit``.
+_OF_PYTEST: Final = (2, 4, _NO_TESTS)
 # The folder that holds one of these is the user's project.
 _PROJECT_FILES: Final = ("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "tox.ini", ".git")
 # Differences that the exception alone shows, with their rows in docs/differences.md.
@@ -265,8 +269,11 @@ def run(
         # Tests that are repeated may also crash: what has no outcome counts as not run.
         if status in _RAN or tests:
             return record
+        # After a crash in the last test, no test is left.
+        if before and status == _NO_TESTS:
+            return record
         # A new process leaves out the tests that are recorded, the one that crashed included.
-        crashed = status < 0 and len(record.outcomes) > before
+        crashed = status not in _OF_PYTEST and len(record.outcomes) > before
         if not (crashed and suite.keep_going):
             raise SuiteError(_failure(status, record, folder, "modkit" if swap else "torch"))
 
@@ -322,10 +329,11 @@ def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
     """Return why a run gave nothing to compare."""
     last = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
     last = " / ".join(list(filter(str.strip, last.splitlines()))[-3:])
-    if status < 0:
-        tests = [test for test, outcome in record.outcomes.items() if outcome[0] == "cut off"]
+    tests = [test for test, outcome in record.outcomes.items() if outcome[0] == "cut off"]
+    if status < 0 or (tests and status not in _OF_PYTEST):
+        cause = f"signal {-status}" if status < 0 else f"status {status}"
         return (
-            f"the process that ran the tests on {side} ended with signal {-status} in "
+            f"the process that ran the tests on {side} ended with {cause} in "
             f"{', '.join(tests) or 'no test'}; --keep-going runs the other tests"
         )
     # Pytest calls a run interrupted if a file cannot be collected, and if it stops at a failure.

@@ -262,6 +262,19 @@ def test_last():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("crash", ["os.abort()", "os._exit(3)"])
+def test_a_crash_in_the_last_test(crash, project):
+    """Nothing is left to run after it, and the tests before it are compared."""
+    text = CRASHES.partition("def test_last")[0].replace("os.abort()", crash)
+    (project / "tests/test_network.py").write_text(text)
+    report = compare_suite(Suite(["tests"], [project], keep_going=True))
+
+    assert report.counts["torch"] == {"cut off": 1, "passed": 1}
+    assert report.counts["modkit"] == {"cut off": 1, "failed": 1}
+    assert report.number("equal") == 1
+
+
+@pytest.mark.slow
 def test_a_crash(project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
     (project / "tests/test_network.py").write_text(CRASHES)
