@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter
 
 from modkit._upstream import module_globals, original_methods
-from modkit.nn._overrides import TorchModule, is_dynamo_compiling, standard, torchs_method
+from modkit.nn._overrides import TorchModule, is_dynamo_compiling, of_torch, standard
 
 
 # A global is read in half the time of an entry of a dict.
@@ -77,7 +77,7 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
         or type(self).__mro__[-2] is not TorchModule
         or TorchModule.__init__ is not _TORCH_INIT
     ):
-        torchs_method(self, "__init__")(*args, **kwargs)
+        of_torch(self, "__init__")(*args, **kwargs)
     else:
         fill(self.__dict__)
 
@@ -167,7 +167,7 @@ def register_parameter(self: torch.nn.Module, name: str, param: Parameter | None
         or not _is_free(self, name, parameters)
     ):
         # A patch may return something.
-        return cast("None", torchs_method(self, "register_parameter")(name, param))
+        return cast("None", of_torch(self, "register_parameter")(name, param))
 
     if param is not None and module_globals._global_parameter_registration_hooks:
         param = _announce("parameter", self, name, param)
@@ -197,7 +197,7 @@ def add_module(self: torch.nn.Module, name: str, module: torch.nn.Module | None)
         or not (module is None or isinstance(cast("object", module), TorchModule))
         or not _is_free(self, name, self._modules)
     ):
-        return cast("None", torchs_method(self, "add_module")(name, module))
+        return cast("None", of_torch(self, "add_module")(name, module))
 
     if module_globals._global_module_registration_hooks:
         module = _announce("module", self, name, module)

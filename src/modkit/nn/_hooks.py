@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from modkit.nn._overrides import standard, torchs_method
+from modkit.nn._overrides import of_torch, standard
 
 
 Hook = Callable[..., Any]
@@ -22,7 +22,7 @@ def _get_backward_pre_hooks(self: torch.nn.Module) -> list[Hook]:
     Returns:
         The hooks in the order in which they run. Each may return a tensor in place of a tuple.
     """
-    hooks = torchs_method(self, "_get_backward_pre_hooks")()
+    hooks = of_torch(self, "_get_backward_pre_hooks")()
     return [functools.partial(_as_tuple, hook) for hook in hooks]
 
 

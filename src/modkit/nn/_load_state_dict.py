@@ -23,14 +23,7 @@ from modkit.nn._load_plan import (
     tensors_of,
 )
 from modkit.nn._load_tensor import Entry, Ties, warn_if_meta, write
-from modkit.nn._overrides import (
-    TorchModule,
-    is_dynamo_compiling,
-    is_standard,
-    patchable,
-    standard,
-    torchs_method,
-)
+from modkit.nn._overrides import TorchModule, is_standard, of_torch, patchable, standard
 
 
 # The ties of the running loads that assign, by the identity of the list of errors that is handed to
@@ -209,25 +202,17 @@ def _load_from_state_dict(
     modkit: Keys below a child that is None are unexpected. A load hook may remove itself while it
     runs.
     """
+    lists = missing_keys, unexpected_keys, error_msgs
     # As in ``patchable``, without its wrapper.
-    if TorchModule._load_from_state_dict is not TORCH_LOAD or is_dynamo_compiling():
-        call = torchs_method(self, "_load_from_state_dict")
-        lists = missing_keys, unexpected_keys, error_msgs
+    if TorchModule._load_from_state_dict is not TORCH_LOAD or torch.compiler.is_dynamo_compiling():
+        call = of_torch(self, "_load_from_state_dict")
         # A patch may return something.
         return cast("None", call(state_dict, prefix, local_metadata, strict, *lists))
 
     if self._load_state_dict_pre_hooks:
         # A copy of the table, so that a hook may remove itself.
         for hook in tuple(self._load_state_dict_pre_hooks.values()):
-            hook(
-                state_dict,
-                prefix,
-                local_metadata,
-                strict,
-                missing_keys,
-                unexpected_keys,
-                error_msgs,
-            )
+            hook(state_dict, prefix, local_metadata, strict, *lists)
 
     missing: list[str] = []
     if self._parameters or self._buffers:

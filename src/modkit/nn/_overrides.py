@@ -44,7 +44,7 @@ def standard(function: FunctionT) -> FunctionT:
     return function
 
 
-def torchs_method(module: torch.nn.Module, name: str) -> Any:
+def of_torch(module: torch.nn.Module, name: str) -> Any:
     """Return a method of ``torch.nn.Module`` as it is now, bound to a module.
 
     What is put there need not be a function: it is bound as Python binds attributes of a class. A
@@ -61,8 +61,8 @@ def torchs_method(module: torch.nn.Module, name: str) -> Any:
         # Dynamo traces functions.
         return functools.partial(getattr(TorchModule, name), module)
     value = TorchModule.__dict__[name]
-    bind = getattr(type(value), "__get__", None)
-    return value if bind is None else bind(value, module, type(module))
+    bind = getattr(type(value), "__get__", lambda value, *_: value)
+    return bind(value, module, type(module))
 
 
 def patchable(function: FunctionT) -> FunctionT:
@@ -86,7 +86,7 @@ def patchable(function: FunctionT) -> FunctionT:
         if is_dynamo_compiling():
             return current(self, *args, **kwargs)
         if current is not original:
-            return torchs_method(self, name)(*args, **kwargs)
+            return of_torch(self, name)(*args, **kwargs)
         try:
             # A plain call takes half the time of one that unpacks, and most have no arguments.
             return function(self, *args, **kwargs) if args or kwargs else function(self)

@@ -5,9 +5,9 @@ they are generators, and the loop around each optimizer step runs them, so a cal
 would show.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from operator import length_hint
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 import torch
 from torch.nn import Parameter
@@ -16,8 +16,6 @@ from modkit._tree import refuse_cycle
 from modkit._upstream import original_methods
 from modkit.nn._overrides import all_standard, methods, patchable, standard_classes
 
-
-_ValueT = TypeVar("_ValueT")
 
 _NAMED_MODULES: Final = methods("named_modules")
 _NamedModulesClasses: Final = standard_classes("named_modules")
@@ -213,14 +211,12 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
         yield from original_methods["modules"](self)
 
 
-def _values(table: Mapping[str, _ValueT]) -> Iterator[_ValueT]:
-    """Yield the values of a table as torch reads them: by ``items()``.
+def _values(table: Any) -> Iterator[Any]:
+    """Return an iterator over the values of a table, as torch reads them: by ``items()``.
 
-    Somebody may have replaced the table by one of a class that overrides it. A plain dict is read
-    without this, in less time.
+    Somebody may have replaced the table by one of a class that overrides it.
     """
-    for _, value in table.items():  # noqa: PERF102 - see above
-        yield value
+    return iter(table.values()) if type(table) is dict else (value for _, value in table.items())
 
 
 def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
@@ -271,8 +267,7 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     standard = _NamedModulesClasses()
 
     parents = [module]
-    children = module._modules
-    stack = [iter(children.values()) if type(children) is dict else _values(children)]
+    stack = [_values(module._modules)]
     while stack:
         for child in stack[-1]:
             if child is None:
@@ -300,6 +295,7 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             below = child._modules
             if below:
                 parents.append(child)
+                # ``_values`` written out for most.
                 stack.append(iter(below.values()) if type(below) is dict else _values(below))
                 break
         else:
@@ -332,8 +328,7 @@ def parameters(self: torch.nn.Module, recurse: bool = True) -> Iterator[Paramete
     # The values keep what was seen alive, so that no identity is used twice.
     seen: dict[int, Parameter] = {}
     for owner in _standard_modules(self) if recurse else (self,):
-        own = owner._parameters
-        for parameter in own.values() if type(own) is dict else _values(own):
+        for parameter in _values(owner._parameters):
             if parameter is not None and id(parameter) not in seen:
                 seen[id(parameter)] = parameter
                 yield parameter
