@@ -161,11 +161,13 @@ def _parts(archive: Archive) -> Parts | None:
     version = archive.text("version" if "version" in members else ".data/version")
     order = archive.text("byteorder") if "byteorder" in members else sys.byteorder.encode()
     # A package has one folder for all storages, and the members that torch has written since 1.4.
+    # The storage of a tensor on the meta device is empty, which a package cannot have.
     if (
         len({*tensors.values()}) < len(tensors)
         or not _OLDEST <= int(version) < _NEWEST
         or order != sys.byteorder.encode()
         or any(members[name].size > MOST_TEXT for name in texts)
+        or not all(members[name].size for name in tensors)
     ):
         return None
 

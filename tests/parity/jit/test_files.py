@@ -44,6 +44,21 @@ def test_tensors_go_where_map_location_says(device):
     assert {type(p) for p in module.parameters()} == {torch.nn.Parameter}
 
 
+@for_each("device", ["cpu", "meta", None], ids=repr)
+def test_tensors_of_the_meta_device_stay_there(device, impl, tmp_path):
+    """A module that was saved with a part on the meta device is loaded as it was, also from a path."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3, device="meta"), torch.nn.Linear(3, 4))
+    archive = tmp_path / "model.pt"
+    impl.jit.save(impl.jit.script(model), archive)
+
+    for source in (archive, io.BytesIO(archive.read_bytes())):
+        first, second = impl.jit.load(source, map_location=device).children()
+        assert {p.device.type for p in first.parameters()} == {"meta"}
+        assert [tuple(p.shape) for p in first.parameters()] == [(3, 2), (3,)]
+        if device != "meta":
+            assert torch.equal(second.weight, model[1].weight)
+
+
 @pytest.mark.parametrize("device", [3, {"cuda": "cpu"}, "nonsense"], ids=str)
 def test_what_is_no_device_is_refused_as_in_torch(device):
     """An invalid map_location raises torch's error."""
