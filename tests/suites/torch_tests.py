@@ -1,7 +1,7 @@
 """The tests of torch that run with modkit in the place of torch.nn, by area.
 
-They come from two repositories that are smaller than torch's: one has the tests of the development
-branch, adapted to a device, and one those of torch 2.1.
+They come from torch's repository at 2.6, and from two that are smaller: one has the tests of the
+development branch, adapted to a device, and one those of torch 2.1.
 """
 
 from tests.suites.libraries import Library
@@ -9,12 +9,18 @@ from tests.suites.libraries import Library
 
 _RECENT = "Ascend/pytorch@9e73e708ab9350d203475609f36f8a43f6a0c2ab"
 _OF_2_1 = "yakov-helm/pytorch_exp@c5e2a7738220d39b8602869406a76e2787ac5c6b"
+_OF_2_6 = "pytorch/pytorch@v2.6.0"
+_VERSIONS = {_RECENT: "development", _OF_2_1: "2.1", _OF_2_6: "2.6"}
 
 
 def _tests(
-    area: str, repository: str, names: tuple[str, ...], sample: dict[str, int] | None = None
+    area: str,
+    repository: str,
+    names: tuple[str, ...],
+    sample: dict[str, int] | None = None,
+    causes: dict[str, str] | None = None,
 ) -> Library:
-    version = "development" if repository is _RECENT else "2.1"
+    version = _VERSIONS[repository]
     return Library(
         f"torch-{area}-{version}",
         version,
@@ -22,6 +28,7 @@ def _tests(
         ("test",),
         root="test",
         sample={f"test/{start}": rate for start, rate in (sample or {}).items()},
+        causes={f"test/{start}": cause for start, cause in (causes or {}).items()},
         seconds=1200,
         repository=repository,
         packages=("torch.testing._internal",),
@@ -45,6 +52,16 @@ _MEMBERS = (
     "modules_api",
     "parametrization",
     "pruning",
+)
+
+_EXPORT = (
+    *("converter", "db", "draft_export", "experimental", "export", "export_legacy"),
+    *("functionalized_assertions", "lift_unlift", "pass_infra", "passes", "serdes"),
+    *("serialize", "sparse", "swap", "tools", "tree_utils", "unflatten", "verifier"),
+)
+_NN = (
+    *("dropout", "embedding", "init", "load_state_dict", "multihead_attention", "pooling"),
+    "packed_sequence",
 )
 
 TORCH_TESTS = (
@@ -111,5 +128,33 @@ TORCH_TESTS = (
         "profiler",
         _RECENT,
         tuple(f"profiler/test_{name}.py" for name in ("profiler_tree", "memory_profiler")),
+    ),
+    _tests(
+        "export",
+        _OF_2_6,
+        tuple(f"export/test_{name}.py" for name in _EXPORT),
+        {"export/test_export.py": 5, "export/test_sparse.py": 40, "": 3},
+    ),
+    _tests(
+        "jit",
+        _OF_2_6,
+        ("test_jit.py",),
+        {"": 6},
+        {
+            "test_jit.py::TestFreezing::test_freeze_module_with_nestedaliasing": (
+                "expects that `script` makes several modules of one that is shared; it stays one, "
+                "a listed difference"
+            ),
+            "test_jit.py::TestScriptModuleInstanceAttributeTypeAnnotation": (
+                "expects no warning, where torch warns that TorchScript is deprecated at each call "
+                "and modkit once in a process"
+            ),
+        },
+    ),
+    _tests(
+        "nn",
+        _OF_2_6,
+        ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
+        {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
     ),
 )

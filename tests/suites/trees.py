@@ -50,5 +50,5 @@ def unpack(library: Library, folder: Path) -> Path:
     (top,) = tree.iterdir()
     for package in library.packages:
         # The installed one is imported, which is built.
-        shutil.rmtree(top / package, ignore_errors=True)
+        shutil.rmtree(top / package.partition(".")[0], ignore_errors=True)
     return top
