@@ -68,6 +68,18 @@ _TIMM = (
     ),
     "utils",
 )
+_PEFT = (
+    *("bufferdict", "custom_models", "initialization", "loraplus", "low_level_api", "mapping"),
+    *("mixed", "osf"),
+)
+_LIGHTNING = (
+    *("callbacks/test_finetuning_callback.py", "callbacks/test_model_summary.py"),
+    *("callbacks/test_pruning.py", "callbacks/test_stochastic_weight_avg.py"),
+    *("callbacks/test_weight_averaging.py", "core", "models/test_hooks.py"),
+    *("models/test_torchscript.py", "utilities/test_dtype_device_mixin.py"),
+    *("utilities/test_model_helpers.py", "utilities/test_model_summary.py"),
+    "utilities/test_parameter_tying.py",
+)
 _ACCELERATE = ("accelerator", "big_modeling", "hooks", "modeling_utils", "offload", "utils")
 
 LIBRARIES = (
@@ -292,5 +304,52 @@ LIBRARIES = (
         ("test",),
         repository="pyg-team/pytorch_geometric@5c6461b2305ad068a6d61165b3c55852a11aaa41",
         causes={"test/nn/test_to_hetero": _PATCHED},
+    ),
+    Library(
+        "peft",
+        "0.20.1 (development)",
+        tuple(f"tests/test_{name}.py" for name in _PEFT),
+        ("tests",),
+        root="src",
+        repository="huggingface/peft@5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
+        plugins=("no_hub",),
+        left_out={
+            f"tests/test_{test}": _OUTSIDE
+            for test in (
+                "initialization.py::TestCustomModelConfigWarning",
+                "initialization.py::TestLowCpuMemUsage",
+                "initialization.py::TestScaling",
+                "low_level_api.py::TestGetBaseModelStateDict",
+                "low_level_api.py::TestInjectAdapterFromStateDict",
+            )
+        },
+        # `init_empty_weights` of the rewritten library patches modkit's Module, not the layers.
+        causes={
+            "tests/test_custom_models.py::TestPeftCustomModel::test_load_model_low_cpu": _PATCHED
+        },
+        sample={
+            "tests/test_custom_models.py": 50,
+            "tests/test_initialization.py": 4,
+        },
+    ),
+    Library(
+        "lightning",
+        "2.6.2 (development)",
+        tuple(f"tests/tests_pytorch/{name}" for name in _LIGHTNING),
+        ("tests",),
+        root="src",
+        repository="Lightning-AI/pytorch-lightning@7f0c3436cd3f6ad3753125672024fc415cbcb414",
+        # Several processes take minutes.
+        environment={"PYTEST_ADDOPTS": "-k 'not ddp and not spawn and not fsdp and not deepspeed'"},
+        left_out={
+            "tests/tests_pytorch/models/test_hparams.py": (
+                "has a model with a metaclass of its own, a metaclass conflict, a listed difference"
+            ),
+        },
+        sample={
+            "tests/tests_pytorch/callbacks/test_pruning.py": 8,
+            "tests/tests_pytorch/callbacks/test_stochastic": 2,
+            "tests/tests_pytorch/core": 4,
+        },
     ),
 )
