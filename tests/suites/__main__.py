@@ -39,7 +39,7 @@ def main() -> int:
         write(found)
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {
-            pool.submit(compare, library, options.folder): (title, library.name)
+            pool.submit(compare, library, options.folder.resolve()): (title, library.name)
             for title, libraries in TABLES.items()
             for library in libraries
             if not options.only or library.name in options.only

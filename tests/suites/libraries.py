@@ -49,6 +49,9 @@ _PATCHED = (
 _METACLASS = (
     "`PyroModule` has a metaclass that does not derive from `type(nn.Module)`, a listed difference"
 )
+_ENVIRONMENTS = (
+    "`EnvBase` has a metaclass that does not derive from `type(nn.Module)`, a listed difference"
+)
 _COMPILED_SCRIPT = (
     "compiles a module of TorchScript, and fails: `torch.compile` refuses torch's by its class, and "
     "modkit's where it finds nothing to compile, a listed difference"
@@ -350,6 +353,72 @@ LIBRARIES = (
             "tests/tests_pytorch/callbacks/test_pruning.py": 8,
             "tests/tests_pytorch/callbacks/test_stochastic": 2,
             "tests/tests_pytorch/core": 4,
+        },
+    ),
+    Library(
+        "vector-quantize-pytorch",
+        "1.32.0 (development)",
+        ("tests",),
+        ("tests",),
+        repository="lucidrains/vector-quantize-pytorch@0d7d1aa83334b6f2f8a40306bece75cdaa13d065",
+    ),
+    Library(
+        "pytorch-metric-learning",
+        "2.8.1",
+        ("tests",),
+        ("tests",),
+        root="src",
+        repository="KevinMusgrave/pytorch-metric-learning@v2.8.1",
+        environment={"TEST_DEVICE": "cpu", "TEST_DTYPES": "float32"},
+        sample={"tests": 4},
+    ),
+    Library(
+        "catalyst",
+        "22.4",
+        ("tests",),
+        ("tests",),
+        repository="catalyst-team/catalyst@v22.04",
+        sample={"tests/catalyst/metrics": 10, "tests/contrib": 3},
+    ),
+    Library(
+        "torchrl",
+        "0.14.1 (tests of the development branch)",
+        (
+            "test/modules",
+            "test/objectives/test_dqn.py",
+            "test/test_exploration.py",
+            "test/test_trainer.py",
+        ),
+        ("test",),
+        root="test",
+        repository="pytorch/rl@ae9719f17b1517af5c2523a36c4616f003ee55cf",
+        packages=("torchrl",),
+        sample={"test/modules": 40, "test/objectives": 40, "test": 20},
+        sides_left_out={"whole": _ENVIRONMENTS},
+    ),
+    Library(
+        "torchmetrics",
+        "1.9.0",
+        ("tests/unittests/bases", "tests/unittests/wrappers", "tests/unittests/utilities"),
+        ("tests",),
+        root="src",
+        repository="Lightning-AI/torchmetrics@v1.9.0",
+        sample={
+            "tests/unittests/utilities": 16,
+            "tests/unittests/bases": 4,
+            "tests/unittests/wrappers": 8,
+        },
+    ),
+    Library(
+        "speechbrain",
+        "1.1.0",
+        ("tests/unittests",),
+        ("tests",),
+        repository="speechbrain/speechbrain@v1.1.0",
+        sample={
+            "tests/unittests/test_data_pipeline.py": 20,
+            "tests/unittests/test_checkpoints.py": 1,
+            "tests": 8,
         },
     ),
 )
