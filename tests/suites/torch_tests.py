@@ -141,7 +141,7 @@ TORCH_TESTS = (
         ("test_jit.py",),
         {"": 6},
         {
-            "test_jit.py::TestFreezing::test_freeze_module_with_nestedaliasing": (
+            "test_jit.py::TestFreezing::test_freeze_module_with_nestedaliasingscalar": (
                 "expects that `script` makes several modules of one that is shared; it stays one, "
                 "a listed difference"
             ),
