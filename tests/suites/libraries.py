@@ -429,4 +429,51 @@ LIBRARIES = (
             "tests/unittests/test_pretrainer.py::test_pretrainer": _TABLE_BY_MRO,
         },
     ),
+    Library(
+        "fvcore",
+        "0.1.6 (development)",
+        ("tests",),
+        ("tests",),
+        repository="facebookresearch/fvcore@3378afe0d71dc2aa95e358bc78dc9b67cb48825a",
+    ),
+    Library(
+        "snntorch",
+        "0.4.11 (development)",
+        ("tests",),
+        ("tests",),
+        repository="snntorch/snntorch@7edd96905c60a3d97d1ccb5ff37d2d4d2e7b5608",
+    ),
+    Library(
+        "nncf",
+        "3.2.0 (development)",
+        tuple(
+            f"tests/torch/function_hook/test_{name}.py"
+            for name in ("function_hook_mode", "hook_storage", "serialization", "train", "wrapper")
+        ),
+        ("tests",),
+        root="src",
+        repository="openvinotoolkit/nncf@ef8e1dbd826a66c47f1be13b3137baff92f644a4",
+    ),
+    Library(
+        "mmengine",
+        "0.11.0rc0 (development)",
+        (
+            *("tests/test_model", "tests/test_registry/test_registry.py"),
+            *("tests/test_hooks/test_ema_hook.py", "tests/test_runner/test_checkpoint.py"),
+        ),
+        ("tests",),
+        repository="open-mmlab/mmengine@254342938d9bde1775c39ea7d5181c5d294026c4",
+        sample={"tests/test_model": 2},
+    ),
+    Library(
+        "backpack-for-pytorch",
+        "1.7.1 (development)",
+        (
+            *("test/converter", "test/custom_module", "test/utils", "test/test_batch_first.py"),
+            *("test/bugfixes_test.py", "test/interface_test.py", "test/layers_test.py"),
+        ),
+        ("test",),
+        repository="f-dangel/backpack@366bcd603cb48e561155919537565e03f4574825",
+        sample={"test/utils": 4},
+    ),
 )
