@@ -53,8 +53,9 @@ that differs is repeated three times on each side.
 
 Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
 and where the library itself cannot run on modkit: optimum-quanto asks whether `nn.Module` is among the bases of torch's
-layers, and pyro has a metaclass of its own ([Test evidence](test_evidence.md#left-out-of-third-party-suites)). The
-tests of tensordict are those of its release 0.14.0, and torchao is its development branch without compiled kernels:
+layers, and pyro and torchrl have metaclasses of their own ([Test evidence](test_evidence.md#left-out-of-third-party-suites)). The
+tests of tensordict are those of its release 0.14.0, those of torchrl are of its development branch, and torchao is its
+development branch without compiled kernels:
 
 {suites}
 
@@ -66,18 +67,16 @@ models built on `torch.nn` and on `modkit.nn`, and compares the results bit by b
 ### torch's own tests
 
 Tests of torch run in the same way, with the names replaced in them and in the models that they share
-(`torch.testing._internal`). They come from two repositories that are smaller than torch's: [Ascend/pytorch](https://github.com/Ascend/pytorch) has those of the development branch, adapted to a device,
-and [yakov-helm/pytorch_exp](https://github.com/yakov-helm/pytorch_exp) those of torch 2.1. Tests
-that need a device, or something that torch {torch} does not have, fail or are skipped on both sides.
+(`torch.testing._internal`). They are those of torch 2.6, and come from two smaller repositories:
+[Ascend/pytorch](https://github.com/Ascend/pytorch) has those of the development branch, adapted to a device, and
+[yakov-helm/pytorch_exp](https://github.com/yakov-helm/pytorch_exp) those of torch 2.1. Tests that need a device, or something that torch {torch} does not have, fail or are skipped on both sides.
 
 {torch_tests}
 
 {torch_differing}
 
-Not run: torch's own tests of `torch.export` and of inductor, which neither repository has in a form that runs with
-torch {torch}, while torchao above exports models to quantize them; tensor parallelism, whose adapted tests need the
-device; and FSDP1 and most of
-`DistributedDataParallel`, whose tests need a GPU.
+Not run: torch's own tests of inductor and of ONNX; tensor parallelism, whose adapted tests need the device; and FSDP1
+and most of `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 

@@ -386,7 +386,7 @@ LIBRARIES = (
     ),
     Library(
         "torchrl",
-        "0.14.1 (tests of the development branch)",
+        "0.14.1",
         (
             "test/modules",
             "test/objectives/test_dqn.py",

@@ -147,7 +147,7 @@ TORCH_TESTS = (
             ),
             "test_jit.py::TestScriptModuleInstanceAttributeTypeAnnotation": (
                 "expects no warning, where torch warns that TorchScript is deprecated at each call "
-                "and modkit once in a process"
+                "and modkit once in a process, a listed difference"
             ),
         },
     ),

@@ -170,7 +170,7 @@ class StandardClasses(dict[type, bool]):
 
     asked: Methods
 
-    def __missing__(self, cls: type) -> bool:
+    def __missing__(self, cls: Any) -> bool:
         """Check a class that this walk has not met before."""
         # What a table holds need not be a module, but every object has this method.
         plain = cls.__getattribute__ is object.__getattribute__
