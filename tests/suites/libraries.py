@@ -346,7 +346,7 @@ LIBRARIES = (
         ("tests",),
         root="src",
         repository="Lightning-AI/pytorch-lightning@7f0c3436cd3f6ad3753125672024fc415cbcb414",
-        # Several processes take minutes.
+        # Tests with several ranks take minutes.
         environment={"PYTEST_ADDOPTS": "-k 'not ddp and not spawn and not fsdp and not deepspeed'"},
         left_out={
             "tests/tests_pytorch/models/test_hparams.py": (

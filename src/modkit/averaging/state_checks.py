@@ -54,8 +54,8 @@ KINDS: Final[dict[str, Callable[[Any], bool]]] = {
     "a dense tensor": lambda value: value.layout == torch.strided,
     "of a floating point or complex dtype": is_averaged,
 }
-# Each of these kinds is tested only if the ones before it hold.
-# What is copied may be sparse, as buffers with the edges of a graph are; averages are dense.
+# Of each of these, a kind is tested only if the ones before it hold. Copied tensors may be sparse,
+# as buffers with the edges of a graph are; averages are dense.
 COPY: Final = ("a tensor", "a tensor with data")
 TENSOR: Final = (*COPY, "a dense tensor")
 AVERAGE: Final = (*TENSOR, "of a floating point or complex dtype")

@@ -441,7 +441,7 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
     def __missing__(self, cls: type[torch.nn.Module]) -> dict[str, object] | None:
         """Check a class that this walk has not met before."""
         migrating: dict[str, object] | None = None
-        # What a table holds need not be a module, but every object has ``__getattribute__``.
+        # An entry of a table need not be a module, but every object has ``__getattribute__``.
         reads_as_written = cls.__getattribute__ is object.__getattribute__
         if reads_as_written and getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
             migrating = {}

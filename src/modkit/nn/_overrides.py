@@ -61,8 +61,8 @@ def of_torch(module: torch.nn.Module, name: str) -> Any:
         # Dynamo traces functions.
         return functools.partial(getattr(TorchModule, name), module)
     value = TorchModule.__dict__[name]
-    bind = getattr(type(value), "__get__", lambda value, *_: value)
-    return bind(value, module, type(module))
+    bind = getattr(type(value), "__get__", None)
+    return value if bind is None else bind(value, module, type(module))
 
 
 def patchable(function: FunctionT) -> FunctionT:
@@ -172,7 +172,7 @@ class StandardClasses(dict[type, bool]):
 
     def __missing__(self, cls: Any) -> bool:
         """Check a class that this walk has not met before."""
-        # What a table holds need not be a module, but every object has this method.
+        # An entry of a table need not be a module, but every object has this method.
         plain = cls.__getattribute__ is object.__getattribute__
         for name, original in self.asked:
             function = getattr(cls, name, None)

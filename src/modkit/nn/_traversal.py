@@ -214,7 +214,7 @@ def modules(self: torch.nn.Module, remove_duplicate: bool = True) -> Iterator[to
 def _values(table: Any) -> Iterator[Any]:
     """Return an iterator over the values of a table, as torch reads them: by ``items()``.
 
-    Somebody may have replaced the table by one of a class that overrides it.
+    A user may have replaced the table by one of a class that overrides it.
     """
     return iter(table.values()) if type(table) is dict else (value for _, value in table.items())
 

@@ -208,7 +208,7 @@ def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> 
 
 
 class Descriptor:
-    """What binds itself, as the wrappers of some libraries do; it is no function."""
+    """Binds itself, as the wrappers of some libraries do; it is not a function."""
 
     def __init__(self, function):
         self.function = function
@@ -218,7 +218,7 @@ class Descriptor:
         return functools.partial(self.function, instance, owner is not None)
 
 
-# What a test or a library may put in place of a function; `partial` is called as a mock is.
+# Objects that a test or a library may put in place of a function; `partial` is called as a mock is.
 REPLACEMENTS: dict[str, Any] = {
     "classmethod": classmethod,
     "descriptor": Descriptor,
