@@ -6,7 +6,7 @@ would show.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from operator import length_hint
+from operator import itemgetter, length_hint
 from typing import Any, Final, cast
 
 import torch
@@ -17,6 +17,7 @@ from modkit._upstream import original_methods
 from modkit.nn._overrides import all_standard, methods, patchable, standard_classes
 
 
+_VALUE: Final = itemgetter(1)
 _NAMED_MODULES: Final = methods("named_modules")
 _NamedModulesClasses: Final = standard_classes("named_modules")
 _NAMED_PARAMETERS: Final = methods("named_parameters", "_named_members")
@@ -216,7 +217,7 @@ def _values(table: Any) -> Iterator[Any]:
 
     A user may have replaced the table by one of a class that overrides it.
     """
-    return iter(table.values()) if type(table) is dict else (value for _, value in table.items())
+    return iter(table.values()) if type(table) is dict else map(_VALUE, table.items())
 
 
 def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
