@@ -26,6 +26,34 @@ STATE_DICTS = {
     "Lightning": "`load_from_checkpoint`",
 }
 
+# The rows of the tables of times: the name in benchmarks/averaging_contestants.py, and the row's.
+CONTESTANTS = {
+    "update": {
+        "modkit.EMA": "modkit `EMA`",
+        "modkit AveragedModel": "modkit `AveragedModel` with `multi_avg_fn`",
+        "torch AveragedModel": "torch `AveragedModel` with `multi_avg_fn`",
+        "Lightning EMAWeightAveraging": "Lightning `EMAWeightAveraging`",
+        "timm ModelEmaV3": "timm `ModelEmaV3`",
+        "ema-pytorch EMA": "ema-pytorch `EMA`, `use_foreach=True`",
+        "modkit.EMA(buffers='ignore')": 'parameters only: modkit `EMA(buffers="ignore")`',
+        "diffusers EMAModel": "parameters only: diffusers `EMAModel`, `foreach=True`",
+        "torch_ema": "parameters only: torch_ema",
+    },
+    "swap in and out": {
+        "modkit.EMA": "modkit `applied()`",
+        "Lightning EMAWeightAveraging": "Lightning, its two calls around validation",
+        "modkit.EMA(buffers='ignore')": 'parameters only: modkit `applied()`, `buffers="ignore"`',
+        "torch_ema": "parameters only: torch_ema `average_parameters()`",
+        "diffusers EMAModel": "parameters only: diffusers `store()`, `copy_to()`, `restore()`",
+    },
+}
+# Its models whose averages are in float32, and the column of each.
+MODELS = {
+    "512 Linear + BatchNorm, averages in float32": "512 Linear + BatchNorm",
+    "ResNet-50, averages in float32": "ResNet-50",
+    "GPT-2 small, fp32, averages in float32": "GPT-2 small",
+}
+
 
 def compared(versions: dict[str, str | None], used: dict[str, str]) -> str:
     """Name the classes or functions that were compared, with the versions of their libraries."""
@@ -55,10 +83,42 @@ def features(
     return table(["feature", *libraries], rows)
 
 
-def times(name: str) -> str:
-    """Return a table of times."""
-    found = read("averaging_libraries")["times"][name]
-    return table([name, *found["columns"]], found["rows"])
+def medians(operation: str) -> dict[tuple[str, str], float]:
+    """Return the milliseconds of an operation with evicted caches, by model and contestant."""
+    return {
+        (row["case"], row["name"]): row["quartiles_ms"][1]
+        for row in read("averaging_libraries")["times"]["rows"]
+        if row["operation"] == operation and row["caches"] == "evicted"
+    }
+
+
+def times(operation: str) -> str:
+    """Return a table of the times of an operation."""
+    found = medians(operation)
+    rows = (
+        [title, *(digits(found[model, name]) for model in MODELS)]
+        for name, title in CONTESTANTS[operation].items()
+        if all((model, name) in found for model in MODELS)
+    )
+    return table([operation, *MODELS.values()], rows)
+
+
+def digits(milliseconds: float) -> str:
+    """Return a time with two digits, or the digits before the point."""
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
+
+
+def measured() -> str:
+    """Return how the times were measured."""
+    results = read("averaging_libraries")["times"]
+    rounds = [row["times"] for row in results["rows"] if row["caches"] == "evicted"]
+    text = (
+        "Milliseconds of CPU time with evicted caches: medians of "
+        f"{min(rounds)} to {max(rounds)} interleaved rounds, {results['machine']}, float32 averages "
+        f"with a decay of 0.999 ({results['date']}). *Parameters only* rows leave buffers out. "
+        f"{note('averaging_libraries')}"
+    )
+    return fill(text)
 
 
 def blocks() -> dict[str, str]:
@@ -68,7 +128,5 @@ def blocks() -> dict[str, str]:
     return {
         "features": f"{features([*AVERAGES])}\n\n{compared(averages['versions'], AVERAGES)}",
         "features of loading": f"{loading}\n\n{compared(state_dicts['versions'], STATE_DICTS)}",
-        "times of averages": "\n\n".join(
-            [times("update"), times("swap"), *filter(None, [note("averaging_libraries")])]
-        ),
+        "times of averages": "\n\n".join([measured(), *map(times, CONTESTANTS)]),
     }

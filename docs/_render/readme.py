@@ -4,6 +4,7 @@ from statistics import mean, stdev
 from typing import Any
 
 import modkit
+from _render.comparison import MODELS, medians
 from _render.ema_losses import RAW
 from _render.markdown import fill, table
 from _render.measured_code import note
@@ -19,8 +20,8 @@ resumed bitwise; in your loop, Lightning and transformers, under DDP and FSDP2.
 of {siblings_torch}, and at worst {worst} of torch's time.
 
 **Nothing breaks.** `modkit.nn.Linear is torch.nn.Linear`. Of {tests:,} tests of {suites} third-party libraries,
-[{differ} differ](docs/tested_with.md), each with a known cause. Two of the libraries, pyro and optimum-quanto, cannot have
-`torch.nn` replaced in their own code; code that uses them can."""
+[{differ} differ](docs/tested_with.md), each with a known cause. Three of the libraries, pyro, torchrl and optimum-quanto, cannot
+have `torch.nn` replaced in their own code; code that uses them can."""
 GAIN = """\
 On digits, at a constant learning rate, the final test loss of three runs is {digits_raw} for the training weights, and
 {digits} for their average with a decay of 0.99. An average needs a
@@ -69,16 +70,10 @@ def cell(row: dict[str, Any], start: str) -> str:
 
 def updates() -> tuple[str, str]:
     """Return the smallest and the largest ratio of an update of `EMA` to one of torch's `AveragedModel`."""
-    update = read("averaging_libraries")["times"]["update"]
-    times = {name: [*map(float, cells)] for name, *cells in update["rows"]}
+    times = medians("update")
     ratios = [
-        (modkit / torch, model)
-        for model, modkit, torch in zip(
-            update["columns"],
-            times["modkit `EMA`"],
-            times["torch `AveragedModel` with `multi_avg_fn`"],
-            strict=True,
-        )
+        (times[model, "modkit.EMA"] / times[model, "torch AveragedModel"], title)
+        for model, title in MODELS.items()
     ]
     low, high = min(ratios), max(ratios)
     return f"{low[0]:.2f}: {low[1]}", f"{high[0]:.2f}: {high[1]}"
