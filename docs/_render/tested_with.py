@@ -75,8 +75,8 @@ Tests of torch run in the same way, with the names replaced in them and in the m
 
 {torch_differing}
 
-Not run: torch's own tests of inductor and of ONNX; tensor parallelism, whose adapted tests need the device; and FSDP1
-and most of `DistributedDataParallel`, whose tests need a GPU.
+Not run: torch's own tests of `torch.export`, except for a few, of inductor and of ONNX; tensor parallelism, whose adapted
+tests need the device; and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 
