@@ -264,7 +264,7 @@ def _room_for(
         if is_sharded(tensor) and tensor.shape == entry.size:
             room[name] = torch.empty_like(tensor.detach(), dtype=dtype, device=ema.device)
         else:
-            room[name] = torch.empty(entry.size, dtype=dtype)
+            room[name] = torch.empty(entry.size, dtype=dtype, device="cpu")
     return room
 
 

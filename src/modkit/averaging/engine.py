@@ -120,11 +120,12 @@ class Engine:
         """Match the model with the averages, and allocate those before the first step."""
         named = self._named(model)
         _check_materialized(named)
-        average_tensors = self.averages[0].tensors
-        averaged, copied = self.options.split(named, average_tensors)
+        # A first step that was refused may have left averages, of a part of the model if memory ran
+        # out. They hold no values, so they are made anew.
+        averaged, copied = self.options.split(named, self.averages[0].tensors if self.begun else {})
         _check_layouts(averaged, copied)
 
-        if average_tensors:
+        if self.begun:
             self._check_averaged(averaged)
         else:
             _check_any(averaged)

@@ -5,7 +5,7 @@ state is a ``ValueError``, raised before anything changes.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -308,8 +308,7 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     for name, member in members.items():
         if weights[name].is_complex() != member.tensor.is_complex():
             checked.refuse(name, f"of a dtype like {member.tensor.dtype}")
-        if weights[name].layout != member.tensor.layout:
-            checked.refuse(name, f"of layout {member.tensor.layout}")
+    _check_layouts(weights, members.values())
     return weights
 
 
@@ -363,7 +362,7 @@ def matched(
     if not members.has_lazy():
         averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
-        _check_copies(loaded.buffers, others)
+        _check_layouts(loaded.buffers, others)
 
     tensors_of_each = [dict(average["tensors"]) for average in loaded.averages]
     for tensors in tensors_of_each:
@@ -393,13 +392,13 @@ def matched(
     return averaged, copied, tensors_of_each
 
 
-def _check_copies(buffers: Mapping[str, Tensor], members: list[Member]) -> None:
-    """Raise ValueError unless copied buffers are sparse where those of the model are."""
+def _check_layouts(tensors: Mapping[str, Tensor], members: Iterable[Member]) -> None:
+    """Raise ValueError unless saved tensors are sparse where those of the model are."""
     for member in members:
-        saved = buffers.get(member.name, member.tensor)
+        saved = tensors.get(member.name, member.tensor)
         if saved.layout != member.tensor.layout:
             raise invalid_state(
-                f"the state does not fit the model: the buffer {member.name} must be of layout "
+                f"the state does not fit the model: {member.name} must be of layout "
                 f"{member.tensor.layout}, got {described(saved)}"
             )
 

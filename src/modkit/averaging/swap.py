@@ -97,19 +97,30 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
         Exception: Any other error of ``copy.deepcopy``.
     """
     try:
-        return copy.deepcopy(model, dict(copies or {}))
+        return _compacted(copy.deepcopy(model, dict(copies or {})))
     except (AssertionError, RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError):
             # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
             # to copy. If that was not the reason, the first error is the one to show.
             with _DetachedCopies(), suppress(Exception):
-                return copy.deepcopy(model, dict(copies or {}))
+                return _compacted(copy.deepcopy(model, dict(copies or {})))
 
         if has_shards(model) or is_flattened(model.modules()):
             add_note(
                 error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
             )
         raise
+
+
+def _compacted(model: ModelT) -> ModelT:
+    """Return a copy after giving its recurrent layers on CUDA their weights in one piece.
+
+    So cuDNN wants them. Where they are not, torch compacts them at each call, with a warning.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.RNNBase):
+            module.flatten_parameters()
+    return model
 
 
 def check_writable(pairs: Iterable[Pair]) -> None:
@@ -209,6 +220,7 @@ class Registered:
     def __init__(self, named: NamedTensors, pairs: Iterable[Pair]) -> None:
         self._names = {id(tensor): name for name, tensor, _ in pairs}
         self._before: list[_Before] = []
+        self._recurrent = [each for each in named.modules if isinstance(each, torch.nn.RNNBase)]
         tables: list[Any] = []
         # The table of each swapped buffer, its key and the buffer.
         self._buffers: list[tuple[dict[str, Any], str, Any]] = []
@@ -231,6 +243,16 @@ class Registered:
         # property that computes the tensor from that class.
         parametrized = [row.kind for row in self._before if "parametrizations" in row.children]
         self._classes = [(kind, dict(vars(kind))) for kind in parametrized]
+
+    def compact(self) -> None:
+        """Give recurrent layers on CUDA averaged weights in one piece, as cuDNN wants them.
+
+        They are in new memory then. A layer keeps what it has if only some weights are swapped: the
+        others would stay in that memory when the block ends.
+        """
+        for module in self._recurrent:
+            if all(id(weight) in self._names for weight in module._flat_weights):
+                module.flatten_parameters()
 
     @critical
     def undo(self) -> str | None:
@@ -327,8 +349,12 @@ class Swap:
         self.versions: list[int] = []
 
     @critical
-    def apply(self) -> None:
-        """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them."""
+    def apply(self, registered: Registered | None = None) -> None:
+        """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them.
+
+        Args:
+            registered: The modules, whose recurrent layers get their weights in one piece.
+        """
         self.raws = list(map(_get_data, self._tensors))
         self._held = list(self._tensors)
         values = [value for _, _, value in self._pairs]
@@ -343,6 +369,8 @@ class Swap:
         # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
         self._exchange(values)
+        if registered is not None and not self._sharded:
+            registered.compact()
         self._note()
 
     def _exchange(self, values: list[Tensor]) -> None:
@@ -463,10 +491,6 @@ class _Owner:
             self.swap.undo()
 
 
-_COMPRESSED: Final = frozenset(
-    {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-)
-
 # All swaps that have not been undone, in order, so that several averages, and models that share
 # tensors, lose no training weights. Readers go through a copy, since an undone swap moves the
 # others.
@@ -516,12 +540,11 @@ def _pointers(tensors: list[Tensor]) -> list[int]:
 
 
 def _pointer(tensor: Tensor) -> int:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values().data_ptr()
-    if tensor.layout in _COMPRESSED:
-        return tensor.values().data_ptr()
     try:
-        return tensor.data_ptr()
+        if tensor.layout is torch.strided:
+            return tensor.data_ptr()
+        is_coo = tensor.layout is torch.sparse_coo
+        return (tensor._values() if is_coo else tensor.values()).data_ptr()
     except RuntimeError:
         # Opaque layouts and wrappers have no address; their versions are compared all the same.
         return 0
@@ -557,7 +580,7 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
 
     try:
         try:
-            swap.apply()
+            swap.apply(registered)
             yield
         except BaseException as error:
             problem = swap.undo(registered)

@@ -166,6 +166,8 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
         # Modes of ``__torch_function__`` and of dispatch see the call that does nothing.
         condition="self.training is False and 0.0 <= self.p <= 1.0 and self.inplace is not None"
         " and not modes_are_active()",
+        # Other layers call a function of torch, which refuses what is not a tensor.
+        input_condition="type(x) is torch.Tensor",
         functions=("dropout",),
     ),
 }

@@ -151,7 +151,9 @@ def _of_parts(parts: Parts, map_location: Any) -> Any:
     """
     context = storage_context()
     for key, storage in parts.storages.items():
-        context.add_storage(key, torch.empty(0, dtype=torch.uint8).set_(storage))
+        # Not on the device that `torch.set_default_device()` names.
+        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        context.add_storage(key, memory.set_(storage))
     reader = package_reader(parts.package)
     return import_module_from_package(CompilationUnit(), reader, context, map_location, "0")
 

@@ -82,10 +82,7 @@ def patchable(function: FunctionT) -> FunctionT:
 
     @functools.wraps(function)
     def method(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        current = getattr(TorchModule, name)
-        if is_dynamo_compiling():
-            return current(self, *args, **kwargs)
-        if current is not original:
+        if is_dynamo_compiling() or getattr(TorchModule, name) is not original:
             return of_torch(self, name)(*args, **kwargs)
         try:
             # A plain call takes half the time of one that unpacks, and most have no arguments.

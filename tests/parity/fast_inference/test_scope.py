@@ -499,6 +499,21 @@ def test_a_missing_option_of_a_layer_is_an_error_as_outside():
     assert "'Dropout' object has no attribute 'inplace'" == str(caught.value)
 
 
+@for_each("value", [[1.0], (torch.ones(1, 2),), torch.ones(2, 2).max(0), None], ids=repr)
+def test_what_is_no_tensor_is_an_error_as_outside(value):
+    """Dropout does nothing in evaluation mode, but refuses what is not a tensor."""
+
+    def scenario(scope):
+        model = nn.Sequential(nn.Identity(), nn.Dropout(), nn.Linear(2, 2)).eval()
+        seen = {}
+        with scope(model):
+            for key, part in (("run", model), ("layer", model[1])):
+                seen[key] = outcome(lambda part=part: part(value))
+        return seen
+
+    assert differing_keys(scenario) == []
+
+
 def test_a_mode_that_is_not_a_bool_is_an_error_as_outside():
     """Dropout refuses `training = 0`, as it does outside the block."""
     layer = nn.Dropout()

@@ -59,6 +59,16 @@ def test_tensors_of_the_meta_device_stay_there(device, impl, tmp_path):
             assert torch.equal(second.weight, model[1].weight)
 
 
+@for_each("default", ["meta", "cpu"])
+def test_tensors_are_not_put_on_the_default_device(default, impl):
+    """`torch.set_default_device()` is for tensors that are made, not for those that are loaded."""
+    source = archive()
+    with torch.device(default):
+        module = impl.jit.load(source)
+
+    assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
+
+
 @pytest.mark.parametrize("device", [3, {"cuda": "cpu"}, "nonsense"], ids=str)
 def test_what_is_no_device_is_refused_as_in_torch(device):
     """An invalid map_location raises torch's error."""

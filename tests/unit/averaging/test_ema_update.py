@@ -125,6 +125,38 @@ def test_a_prefix_is_no_excuse(extra: str) -> None:
     assert all(one.equal(old) for one, old in zip(now, before, strict=True))
 
 
+@for_each("decays", [0.5, [0.5, 0.9]])
+def test_a_first_update_may_run_out_of_memory(decays) -> None:
+    """Nothing has changed then: the next update is the first one, also of a model made smaller."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
+    ema = modkit.EMA(model, decays)
+    made: list[Tensor] = []
+
+    def empty_like(*args, **kwargs):
+        if len(made) == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        made.append(torch.zeros_like(*args, **kwargs))
+        return made[-1]
+
+    for smaller in (False, True):
+        made.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", empty_like)
+            with pytest.raises(torch.OutOfMemoryError):
+                ema.update()
+        assert (ema.step, ema.n_averaged, dict(ema.named_averages())) == (0, 0, {})
+        if smaller:
+            model[1] = nn.Linear(40, 20)
+
+    ema.update()
+
+    assert (ema.step, ema.n_averaged) == (1, 1)
+    for index in range(len(ema.schedules)):
+        averages = dict(ema.named_averages(index))
+        assert averages.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(averages[name], p) for name, p in model.named_parameters())
+
+
 @for_each(
     "change",
     [

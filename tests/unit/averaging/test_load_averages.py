@@ -54,6 +54,17 @@ def test_the_next_update_is_the_one_that_would_have_followed(kind, steps, tmp_pa
     assert resumed.n_averaged == steps + 2
 
 
+def test_the_default_device_is_not_that_of_a_state(tmp_path) -> None:
+    """`torch.set_default_device()` is for tensors that are made, not for those that are loaded."""
+    ema, _ = trained(decay=0.9)
+    dcp.save({"ema": ema.state_dict()}, checkpoint_id=tmp_path)
+    resumed = modkit.EMA(ema.model, decay=0.9)
+    with torch.device("meta"):
+        load_averages(resumed, tmp_path, key="ema")
+
+    assert freeze(resumed.state_dict()) == freeze(ema.state_dict())
+
+
 def test_names_with_dots_are_no_ways(tmp_path) -> None:
     """A key of a dict may have dots itself; what it is below is told from the way to it."""
     ema, _ = trained(decay=0.9)
