@@ -3,11 +3,13 @@
     python -m benchmarks.averaging_peers                            # print the table: minutes
     python -m benchmarks.averaging_peers --json build/peers.json    # write every row as well
     python -m benchmarks.averaging_peers --seconds 0.2 --divide 8   # check that it runs
+    python -m benchmarks.averaging_peers --device cuda              # on an accelerator
 
 All run in this process, interleaved: a round times each contestant once, in random order. A time is the CPU
 time of one thread. With warm caches, a sample is a loop of calls; with evicted caches, it is one call after
-64 MB of other data were read and written. A ratio is the median over the rounds of modkit's time divided by the
-peer's. modkit is compared with peers that keep averages of the same dtype, and parameters alone with
+64 MB of other data were read and written. On an accelerator, times are those of a clock: "launched" is one
+call on an idle device until it returns, and "finished" a loop of calls until the device has done them. A ratio
+is the median over the rounds of modkit's time divided by the peer's. modkit is compared with peers that keep averages of the same dtype, and parameters alone with
 parameters alone. Libraries that cannot be imported are named and left out.
 """
 
@@ -18,7 +20,8 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +29,7 @@ import torch
 from torch import nn
 
 from benchmarks.averaging_contestants import CASES, OPERATIONS, PARAMETERS_ALONE, Action
-from benchmarks.measure import Code, interleaved
+from benchmarks.measure import Arm, Code, interleaved
 
 
 class Measured(NamedTuple):
@@ -34,7 +37,7 @@ class Measured(NamedTuple):
 
     case: str
     operation: str
-    caches: str
+    timed: str
     name: str
     times: list[float]
 
@@ -46,6 +49,49 @@ class Measured(NamedTuple):
         """Return the median and the quartiles as text."""
         low, middle, high = self.quartiles()
         return f"{middle:.3g} ({low:.3g} to {high:.3g})"
+
+
+def on_cpu(action: Action) -> Arm:
+    """Return what takes the CPU time of calls."""
+    return Code("action()", {"action": action})
+
+
+def launched(action: Action) -> Arm:
+    """Return what takes the time until a call returns that finds the accelerator idle."""
+
+    def arm(number: int) -> float:
+        elapsed = 0.0
+        for _ in range(number):
+            torch.accelerator.synchronize()
+            start = time.perf_counter()
+            action()
+            elapsed += time.perf_counter() - start
+        torch.accelerator.synchronize()
+        return elapsed
+
+    return arm
+
+
+def finished(action: Action) -> Arm:
+    """Return what takes the time until the accelerator has done all calls."""
+
+    def arm(number: int) -> float:
+        torch.accelerator.synchronize()
+        start = time.perf_counter()
+        for _ in range(number):
+            action()
+        torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    return arm
+
+
+ARMS: dict[str, Callable[[Action], Arm]] = {
+    "warm": on_cpu,
+    "evicted": on_cpu,
+    "launched": launched,
+    "finished": finished,
+}
 
 
 def actions_of(
@@ -71,15 +117,15 @@ def actions_of(
 
 def measure(case: str, dtype: torch.dtype, options: argparse.Namespace) -> Iterator[Measured]:
     """Time both operations of all contestants, for a model, with averages in the dtype."""
-    model = CASES[case](options.divide)
+    model = CASES[case](options.divide).to(options.device)
     label = f"{case}, averages in {str(dtype).removeprefix('torch.')}"
     for operation in OPERATIONS:
         actions = actions_of(operation, model, dtype, options.unavailable)
-        arms = {name: Code("action()", {"action": action}) for name, action in actions.items()}
-        for caches in ("warm", "evicted"):
-            found = interleaved(arms, options.seconds, cold=caches == "evicted")
+        for timed in ("warm", "evicted") if options.device == "cpu" else ("launched", "finished"):
+            arms = {name: ARMS[timed](action) for name, action in actions.items()}
+            found = interleaved(arms, options.seconds, cold=timed == "evicted")
             for name, times in found.items():
-                yield Measured(label, operation, caches, name, [1e3 * time for time in times])
+                yield Measured(label, operation, timed, name, [1e3 * one for one in times])
 
 
 def ratios(found: list[Measured]) -> list[tuple[float, Measured, Measured]]:
@@ -97,7 +143,7 @@ def ratios(found: list[Measured]) -> list[tuple[float, Measured, Measured]]:
 
 def report(found: list[Measured]) -> str:
     """Return the comparison as a table in Markdown."""
-    lines = ["| case | operation | caches | modkit | ms | peer | ms | ratio |"]
+    lines = ["| case | operation | timed | modkit | ms | peer | ms | ratio |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for ratio, ours, peer in ratios(found):
         cells = (*ours[:4], ours.shown(), peer.name, peer.shown(), f"{ratio:.2f}")
@@ -105,14 +151,24 @@ def report(found: list[Measured]) -> str:
     return "\n".join(lines)
 
 
-def write_json(found: list[Measured], file: Path, unavailable: set[str]) -> None:
+def machine(device: str) -> str:
+    """Name what was measured on."""
+    if device == "cpu":
+        return f"{platform.machine()}, torch {torch.__version__}, one thread"
+    return f"{torch.get_device_module(device).get_device_name()}, torch {torch.__version__}"
+
+
+def write_json(found: list[Measured], options: argparse.Namespace) -> None:
     """Write the quartiles of all contestants, and the machine."""
     rows = [
         {**one._asdict(), "times": len(one.times), "quartiles_ms": one.quartiles()} for one in found
     ]
-    machine = f"{platform.machine()}, torch {torch.__version__}, one thread"
-    content = {"machine": machine, "unavailable": sorted(unavailable), "rows": rows}
-    file.write_text(json.dumps(content, indent=1), encoding="utf-8")
+    content = {
+        "machine": machine(options.device),
+        "unavailable": sorted(options.unavailable),
+        "rows": rows,
+    }
+    options.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
 def main() -> int:
@@ -121,6 +177,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=5.0, help="time for each group of rows")
     parser.add_argument("--only", default="", help="a part of the names of the cases to measure")
     parser.add_argument("--divide", type=int, default=1, help="divide the widths, for a check")
+    parser.add_argument("--device", default="cpu", help="where the models are")
     parser.add_argument("--json", type=Path, help="a file to write")
     options = parser.parse_args()
     options.unavailable = set()
@@ -134,7 +191,7 @@ def main() -> int:
     for name in sorted(options.unavailable):
         print("left out:", name)
     if options.json:
-        write_json(found, options.json, options.unavailable)
+        write_json(found, options)
     return 0
 
 

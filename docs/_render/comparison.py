@@ -88,7 +88,7 @@ def medians(operation: str) -> dict[tuple[str, str], float]:
     return {
         (row["case"], row["name"]): row["quartiles_ms"][1]
         for row in read("averaging_libraries")["times"]["rows"]
-        if row["operation"] == operation and row["caches"] == "evicted"
+        if row["operation"] == operation and row["timed"] == "evicted"
     }
 
 
@@ -111,7 +111,7 @@ def digits(milliseconds: float) -> str:
 def measured() -> str:
     """Return how the times were measured."""
     results = read("averaging_libraries")["times"]
-    rounds = [row["times"] for row in results["rows"] if row["caches"] == "evicted"]
+    rounds = [row["times"] for row in results["rows"] if row["timed"] == "evicted"]
     text = (
         "Milliseconds of CPU time with evicted caches: medians of "
         f"{min(rounds)} to {max(rounds)} interleaved rounds, {results['machine']}, float32 averages "

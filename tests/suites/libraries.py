@@ -17,7 +17,7 @@ class Library(NamedTuple):
     ``repository`` is an owner, name and revision on GitHub, for tests that no distribution has;
     ``packages`` are installed packages that are rewritten with the library, for those that are
     built; ``plugins`` are names of plugins in tests/suites/plugin; ``sides_left_out`` has the sides that
-    the library does not run on, with reasons.
+    the library does not run on, with reasons; ``processes`` are workers of pytest-xdist.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Library(NamedTuple):
     packages: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
     sides_left_out: dict[str, str] = {}
+    processes: int = 0
 
     @property
     def sides(self) -> list[str]:

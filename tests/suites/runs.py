@@ -49,6 +49,7 @@ def suite_of(library: Library, side: str, tree: Path) -> Suite:
             ),
             "SUITE_SAMPLE": json.dumps(library.sample),
         },
+        processes=library.processes,
         keep_going=True,
         seconds=library.seconds,
     )

@@ -19,6 +19,7 @@ def _tests(
     names: tuple[str, ...],
     sample: dict[str, int] | None = None,
     causes: dict[str, str] | None = None,
+    device: str = "cpu",
 ) -> Library:
     version = _VERSIONS[repository]
     return Library(
@@ -33,6 +34,11 @@ def _tests(
         repository=repository,
         packages=("torch.testing._internal",),
         plugins=("torch_tests",),
+        environment={
+            "SUITE_DEVICE": device,
+            "PYTEST_ADDOPTS": "" if device == "cpu" else f"-k {device}",
+        },
+        processes=0 if device == "cpu" else 8,
         sides_left_out={"user": "the library is torch"},
     )
 
@@ -156,5 +162,13 @@ TORCH_TESTS = (
         _OF_2_6,
         ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
         {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
+    ),
+    # Needs a GPU; without one, the tests of the device are not there.
+    _tests(
+        "nn-cuda",
+        _OF_2_6,
+        ("test_nn.py", "test_modules.py"),
+        {"": 4},
+        device="cuda",
     ),
 )

@@ -7,6 +7,7 @@ the device. The helpers do nothing and the packages are empty, on both sides.
 import builtins
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from pathlib import Path
@@ -72,14 +73,15 @@ def pytest_configure():
     vars(export).setdefault("export_for_training", export.export)
     _stand_in_for_overloads(Path("test/export/testing.py"), torch.ops.aten)
 
-    # Adapted tests of many devices are for their device only.
+    # Tests of many devices run on one. Some adapted tests are for their own device only.
+    device = os.environ.get("SUITE_DEVICE", "cpu")
     devices = importlib.import_module("torch.testing._internal.common_device_type")
     instantiate = devices.instantiate_device_type_tests
 
-    def for_the_cpu(test_class, scope, **options):
-        return instantiate(test_class, scope, **{**options, "only_for": "cpu"})
+    def for_the_device(test_class, scope, **options):
+        return instantiate(test_class, scope, **{**options, "only_for": device})
 
-    devices.instantiate_device_type_tests = for_the_cpu
+    devices.instantiate_device_type_tests = for_the_device
 
     # Some adapted tests use this name without importing it.
     builtins.HAS_CUDA = False
