@@ -104,7 +104,7 @@ def actions_of(
             action = OPERATIONS[operation][name](model, dtype)
         except NotImplementedError:
             return None
-        except (ImportError, RuntimeError) as error:
+        except (ImportError, RuntimeError, TypeError) as error:
             unavailable.add(f"{name} ({str(error).partition(chr(10))[0]})")
             return None
         for _ in range(3):

@@ -496,8 +496,9 @@ class EMA(Generic[ModelT]):
     def applied(self, model: torch.nn.Module | None = None, *, index: int = 0) -> Generator[None]:
         """Swap an average into the model for the length of a ``with`` block; blocks may be nested.
 
-        The swap exchanges storage: nothing is copied unless dtype or device differ, and parameters
-        stay the same objects. Before the first update the block sees the training weights. The
+        The swap exchanges storage: nothing is copied unless dtype or device differ, except weights
+        of recurrent layers on CUDA, which cuDNN wants in one piece. Parameters stay the same
+        objects. Before the first update the block sees the training weights. The
         training weights are restored whatever ends the block, Ctrl-C included. A state that is
         saved inside contains them too, and :meth:`load_state_dict` restores them.
 
@@ -738,6 +739,9 @@ class EMA(Generic[ModelT]):
         averaged, are copied at each access; before the first update these are all tensors. If names
         or shapes of the model change, the next access makes another copy, and earlier references no
         longer follow.
+
+        On CUDA, cuDNN compacts shared weights of recurrent layers at each call, with a warning;
+        :meth:`applied` and :meth:`averaged_model` have them in one piece.
 
         BatchNorm statistics are those of the model, or their average: see ``buffers``. For a
         teacher in training mode, with statistics of its own, use :meth:`copy_to`; the mode that

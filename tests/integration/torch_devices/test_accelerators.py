@@ -1,0 +1,280 @@
+"""What training scripts do on an accelerator: mixed precision, graphs, replicas, shards, tools.
+
+Each scenario compares the bits of torch and modkit. Those that need no feature of CUDA also run on
+the CPU.
+"""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel, data_parallel, replicate
+
+from tests.helpers import Implementation
+from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net, train
+
+
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+NAMES = pytest.mark.parametrize("name", NETWORKS)
+
+
+def on(device: str, impl: Implementation, name: str = "nested") -> tuple[torch.nn.Module, Tensor]:
+    """Return the network of that name and its batch, on a device."""
+    return make_net(impl.nn, name).to(device), make_batch(name).to(device)
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Let cuDNN choose kernels whose sums have one order."""
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Start a group of one process, with NCCL where there is a GPU."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+# --- on any device --------------------------------------------------------------------------------
+
+
+@DEVICES
+@NAMES
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("error")
+def test_training_in_mixed_precision(name: str, device: str) -> None:
+    """Losses, gradients and states are those of torch, with a GradScaler, which skips steps."""
+    if (name, device) == ("lstm", "cpu"):
+        pytest.skip("many CPUs have no LSTM in 16 bits")
+
+    def scenario(impl: Implementation) -> Any:
+        seen: list[Any] = []
+        for dtype in (torch.bfloat16, torch.float16):
+            net, batch = on(device, impl, name)
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler(device, init_scale=2.0**20)
+            for _ in range(4):
+                with torch.autocast(device, dtype):
+                    loss = net(batch).float().square().sum()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                seen.append(loss.detach())
+            seen += [scaler.get_scale(), gradients(net), net.state_dict()]
+        return seen
+
+    agree(scenario)
+
+
+@DEVICES
+@pytest.mark.parametrize("name", ["conv", "lstm", "transformer", "nested"])
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.filterwarnings("error")
+def test_moves_and_casts(name: str, device: str) -> None:
+    """A network goes to the device, through dtypes and the meta device, and computes as in torch.
+
+    No warning of cuDNN says that the weights of the LSTM are in pieces.
+    """
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = on(device, impl, name)
+        seen = [net(batch)]
+        saved = copy.deepcopy(net.state_dict())
+        for move in (
+            lambda: net.half().float(),
+            lambda: net.cpu().to(device, non_blocking=True),
+            lambda: net.to("meta").to_empty(device=device).load_state_dict(saved),
+            lambda: net.load_state_dict({key: t.cpu() for key, t in saved.items()}),
+        ):
+            move()
+            seen += [net(batch), [(p.device.type, p.dtype, p.stride()) for p in net.parameters()]]
+        return seen, net.state_dict()
+
+    agree(scenario)
+
+
+@DEVICES
+@pytest.mark.usefixtures("deterministic", "process_group")
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+def test_data_parallel_training(device: str) -> None:
+    """DDP in one process, and a synchronized BatchNorm where the device has one."""
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = on(device, impl, "conv")
+        if device == "cuda":
+            net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        wrapped = DistributedDataParallel(net)
+        return train(wrapped, batch), wrapped.state_dict(), type(net.features[1]).__name__
+
+    agree(scenario)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["conv", "nested"])
+@pytest.mark.usefixtures("deterministic")
+def test_a_training_step_in_a_cuda_graph(name: str) -> None:
+    """Captured once and replayed; and the network alone, by ``make_graphed_callables``."""
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = on("cuda", impl, name)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+        def step() -> Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = net(batch).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        graph.replay()
+        seen = [loss.clone(), copy.deepcopy(net.state_dict())]
+
+        graphed = torch.cuda.make_graphed_callables(on("cuda", impl, name)[0], (batch,))
+        return [*seen, *train(graphed, batch), graphed.state_dict()]
+
+    agree(scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo", "deterministic")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton and Inductor
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_networks(mode: str) -> None:
+    """``torch.compile`` as a function and as a method, with and without CUDA graphs."""
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = on("cuda", impl)
+        compiled = torch.compile(net, mode=mode)
+        with torch.no_grad():
+            seen = [compiled(batch).clone() for _ in range(3)]
+            net.compile(mode=mode)
+            return [*seen, net(batch).clone()]
+
+    agree(scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda net, batch: torch.nn.DataParallel(net, [0])(batch),
+        lambda net, batch: data_parallel(net, batch, [0]),
+        lambda net, batch: [replica(batch) for replica in replicate(net, [0, 0])],
+        lambda net, batch: [[*replica.state_dict()] for replica in replicate(net, [0, 0])],
+    ],
+    ids=["DataParallel", "data_parallel", "replicate", "states of replicas"],
+)
+def test_replicas(call: Callable[[torch.nn.Module, Tensor], Any]) -> None:
+    """Networks that are replicated for each call."""
+    agree(lambda impl: call(*on("cuda", impl)))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic", "process_group")
+def test_shards_on_nccl() -> None:
+    """FSDP2 with float32, with mixed precision and with offloaded parameters."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    policies: list[dict[str, Any]] = [
+        {},
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        {"offload_policy": CPUOffloadPolicy()},
+    ]
+
+    def scenario(impl: Implementation) -> Any:
+        seen: list[Any] = []
+        for policy in policies:
+            net, batch = on("cpu" if "offload_policy" in policy else "cuda", impl)
+            for block in net.blocks:
+                fully_shard(block, **policy)
+            fully_shard(net, **policy)
+            seen += [train(net, batch.cuda()), type(net).__name__]
+            seen.append({key: t.to_local() for key, t in net.state_dict().items()})
+        return seen
+
+    agree(scenario)
+
+
+@pytest.mark.gpu
+def test_memory_runs_out_while_a_network_is_moved() -> None:
+    """The parameters that did not fit are where they were, and a later move completes it."""
+
+    def scenario(impl: Implementation) -> Any:
+        class Large(impl.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = impl.nn.Linear(8, 8)
+                self.large = impl.nn.Linear(2**14, 2**14, bias=False)
+                self.last = impl.nn.Linear(8, 8)
+
+        net = Large()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        allowed = torch.cuda.memory_reserved() + 2**28
+        torch.cuda.set_per_process_memory_fraction(allowed / total)
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                net.cuda()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        before = [parameter.device.type for parameter in net.parameters()]
+        net.cuda()
+        return before, [parameter.device.type for parameter in net.parameters()]
+
+    agree(scenario)
+
+
+@pytest.mark.gpu
+def test_tools_name_the_modules(tmp_path: Path) -> None:
+    """The profiler counts as many kernels below the same names; snapshots have the frames."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def scenario(impl: Implementation) -> Any:
+        net, batch = on("cuda", impl)
+        net(batch)
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, with_stack=True, with_modules=True) as profiled:
+            net(batch)
+            torch.cuda.synchronize()
+        file = tmp_path / f"{impl.name}.json"
+        profiled.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+        modules = {e["name"] for e in events if str(e.get("name")).startswith("nn.Module: ")}
+
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1000)
+        net(batch).sum().backward()
+        traces = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        frames = {frame["name"] for entry in traces for frame in entry["frames"]}
+        kernels = sum(event.get("cat") == "kernel" for event in events)
+        return sorted(modules), kernels, {"forward", "scenario"} <= frames
+
+    modules, kernels, found = agree(scenario)
+    assert modules
+    assert kernels
+    assert found
