@@ -29,7 +29,7 @@ window that fits the run: for a small GPT-2 after only 600 steps a decay of 0.9 
 {text_narrow}, and 0.99 is worse, {text}. [Which decay?](docs/averaging.md#choosing-a-decay)"""
 STATUS = """\
 Version {version}, beta, not released. [Tested with](docs/tested_with.md) torch {torch} and Python {python} on Linux, and on
-{devices}; {missing} were not run. Until 1.0 a minor version may break code, and the [changelog](CHANGELOG.md) says
+{devices}, in part on {partly}; {missing} were not run. Until 1.0 a minor version may break code, and the [changelog](CHANGELOG.md) says
 where."""
 # Rows of the table of times: title, table of results, beginnings of the names of its rows.
 TIMES = {
@@ -154,7 +154,10 @@ def status() -> str:
             torch=listed([f"{major}.{minor}" for major, minor in torch]),
             python=f"3.{python[0][1]} to 3.{python[-1][1]}",
             devices=listed(["CPU", *tested]),
-            missing=listed([device for device in NOT_RUN if device not in tested]),
+            missing=listed(
+                [d for d, note in NOT_RUN.items() if note == "not run" and d not in tested]
+            ),
+            partly=listed([d for d, note in NOT_RUN.items() if note != "not run"]),
         )
     )
 

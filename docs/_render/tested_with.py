@@ -13,7 +13,7 @@ COUNTS = ("passed", "skipped", "xfailed", "failed")
 SIDES = ("torch", "whole", "user")
 # How many of the lines that change in a script its row shows.
 SHOWN_LINES = 4
-NOT_RUN = {"XLA": "not run", "CUDA": "not run", "XPU": "not run", "MTIA": "not run"}
+NOT_RUN = {"XLA": "not run", "CUDA": "in part, see below", "XPU": "not run", "MTIA": "not run"}
 TEXT = """\
 # Tested with
 
@@ -44,7 +44,8 @@ read no tensor on the host, up to step 1,000 of every schedule. Exceptions and l
   share the memory, which training then frees: pass a state dict of the CPU.
 - torch_xla has no gradients of batch normalization in evaluation mode, and its running variance is biased.
 
-On CUDA (one NVIDIA H200), the tests that are marked `gpu` ran: updates of `EMA` wait for the device with no option,
+On CUDA (one NVIDIA H200, torch 2.11.0, Python 3.12.3, 2026-11-27), the tests that are marked `gpu` ran, and 35 of 52
+passed: updates of `EMA` wait for the device with no option,
 and can be part of a CUDA graph; a swap copies nothing; recurrent weights stay in one piece. The 17 failures were faults
 of the tests, not of modkit: 16 of `AveragedModel` kept the count in host memory, which they forbade, and one read a file
 that it had overwritten. They were repaired and have not run again. Besides, 44 programs ran with torch and with modkit,
