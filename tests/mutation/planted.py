@@ -32,6 +32,27 @@ _MIGRATIONS: Final = "tests/unit/migrations"
 
 _NN: Final = [
     Bug(
+        "fast_inference: what is no tensor, in a dropout",
+        "fast_inference/layers.py",
+        '        input_condition="type(x) is torch.Tensor",\n',
+        "",
+        _SCOPE + "/test_scope.py",
+    ),
+    Bug(
+        "overrides: what replaces a method and is no function",
+        "nn/_overrides.py",
+        "    return value if bind is None else bind(value, module, type(module))",
+        "    return functools.partial(value, module)",
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
+        "overrides: the attribute access of a class",
+        "nn/_overrides.py",
+        "    if cls.__getattribute__ is not object.__getattribute__:\n        return False\n    for name",
+        "    for name",
+        _MODULE + "/test_override_contract.py",
+    ),
+    Bug(
         "registration: a hook that returns None loses what an earlier hook returned",
         "nn/_attributes.py",
         "result = result if replacement is None else replacement",
@@ -209,6 +230,34 @@ _NN: Final = [
 ]
 
 _AVERAGING: Final = [
+    Bug(
+        "engine: averages that a refused first step has left",
+        "averaging/engine.py",
+        "        if self.begun:\n            self._check_averaged(averaged)",
+        "        if self.averages[0].tensors:\n            self._check_averaged(averaged)",
+        _EMA + "/test_ema_update.py",
+    ),
+    Bug(
+        "swap: recurrent weights that are swapped in part",
+        "averaging/swap.py",
+        "if all(id(weight) in self._names for weight in module._flat_weights):",
+        "if module._flat_weights:",
+        _EMA + "/test_devices.py",
+    ),
+    Bug(
+        "swap: recurrent weights in pieces",
+        "averaging/swap.py",
+        "            registered.compact()",
+        "            registered._tables.changed()",
+        _EMA + "/test_devices.py",
+    ),
+    Bug(
+        "load_averages: the default device",
+        "distributed.py",
+        'torch.empty(entry.size, dtype=dtype, device="cpu")',
+        "torch.empty(entry.size, dtype=dtype)",
+        _EMA + "/test_load_averages.py",
+    ),
     Bug(
         "flat buffers: the size of an element",
         "averaging/averages.py",
@@ -558,6 +607,13 @@ _IN_FILES: Final = [
 ]
 
 _IN_JIT: Final = [
+    Bug(
+        "archives: the default device",
+        "jit/_archives.py",
+        "dtype=torch.uint8, device=storage.device)",
+        "dtype=torch.uint8)",
+        _JIT + "/test_files.py",
+    ),
     Bug(
         "the namespace: save() is that of torch",
         "jit/__init__.py",
