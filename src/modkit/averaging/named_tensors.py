@@ -76,8 +76,7 @@ class NamedTensors:
         buffers: Buffers by name, including those that are not persistent.
         aliases: Maps each further name of a tied tensor to its first name.
         empty: Buffers that are None, by name.
-        registries: Tables of children and parameters, which are watched for replaced objects.
-        buffer_registries: Tables of buffers, which forwards may replace.
+        states: ``__dict__`` of each module, with its tables, which are watched.
         scripted: True if a module is scripted: C++ makes new tables at each access.
         parameter_names: All names of parameters, further names of tied ones included.
     """
@@ -97,8 +96,7 @@ class NamedTensors:
         self.buffers: dict[str, Member] = {}
         self.aliases: dict[str, str] = {}
         self.empty: dict[str, Member] = {}
-        self.registries: list[Registry] = []
-        self.buffer_registries: list[Registry] = []
+        self.states: list[dict[str, Any]] = []
         self.scripted: bool = False
 
         slots = [slot for prefix, module in places for slot in self._slots_of(prefix, module)]
@@ -130,7 +128,7 @@ class NamedTensors:
                 members[member.name] = member
 
     def _slots_of(self, prefix: str, module: torch.nn.Module) -> "Iterator[_Slot]":
-        """Yield the parameters and buffers of a module, and note the tables that they are in."""
+        """Yield the parameters and buffers of a module, and note where its tables are."""
         parameters: Registry = module._parameters
         buffers: Registry = module._buffers
         if isinstance(module, torch.jit.ScriptModule):
@@ -140,8 +138,7 @@ class NamedTensors:
             buffers = dict(module.named_buffers(recurse=False))
             transient: set[str] = set()
         else:
-            self.registries += (module._modules, parameters)
-            self.buffer_registries.append(buffers)
+            self.states.append(vars(module))
             transient = module._non_persistent_buffers_set
 
         for key, tensor in parameters.items():

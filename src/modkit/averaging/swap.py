@@ -38,7 +38,7 @@ from modkit.averaging.sharding import (
     reshard,
     sharded_places,
 )
-from modkit.averaging.watch import Snapshot
+from modkit.averaging.watch import Snapshot, Tables
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -222,8 +222,8 @@ class Registered:
         self._before: list[_Before] = []
         self._recurrent = [each for each in named.modules if isinstance(each, torch.nn.RNNBase)]
         tables: list[Any] = []
-        # The table of each swapped buffer, its key and the buffer.
-        self._buffers: list[tuple[dict[str, Any], str, Any]] = []
+        # The module of each swapped buffer, its key and the buffer.
+        self._buffers: list[tuple[torch.nn.Module, str, Any]] = []
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if isinstance(module, torch.jit.ScriptModule):
@@ -233,11 +233,12 @@ class Registered:
             tables += (parameters, children)
 
             buffers = module._buffers
-            swapped = [(buffers, k, b) for k, b in buffers.items() if id(b) in self._names]
+            swapped = [(module, k, b) for k, b in buffers.items() if id(b) in self._names]
             self._buffers += swapped
             if swapped:
                 tables.append(buffers)
-        self._tables = Snapshot(table for table in tables if table)
+        self._members = Snapshot(table for table in tables if table)
+        self._tables = Tables(named.states)
 
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
@@ -261,7 +262,7 @@ class Registered:
         Returns:
             The name of a tensor that was replaced; None if there is none.
         """
-        if not self._tables.changed():
+        if not (self._members.changed() or self._tables.changed()):
             return None
         # After a forward, FSDP's full parameters are registered in place of the shards.
         reshard(before.module for before in self._before)
@@ -285,9 +286,9 @@ class Registered:
                 for name in members.keys() - vars(kind).keys():
                     setattr(kind, name, members[name])
 
-        for table, key, buffer in self._buffers:
-            if table.get(key) is not buffer:
-                table[key] = buffer
+        for module, key, buffer in self._buffers:
+            if module._buffers.get(key) is not buffer:
+                module._buffers[key] = buffer
                 first_name = first_name or self._names[id(buffer)]
         return first_name
 

@@ -4,9 +4,9 @@ An update runs these checks before each step, so they consist of loops in C.
 """
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, starmap
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -19,6 +19,7 @@ from modkit.averaging.sharding import is_sharded, local_shard
 
 PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
+_TABLES: Final = ("_modules", "_parameters", "_buffers")
 _requires_grad: Final = operator.attrgetter("requires_grad")
 
 
@@ -43,6 +44,33 @@ class Snapshot:
             or not all(map(operator.is_, chain.from_iterable(self._views), self._values))
             or list(chain.from_iterable(self.tables)) != self._keys
         )
+
+
+class Tables:
+    """The tables that modules had at one moment; another one in the place of one is a change.
+
+    ``module._parameters = ...``, ``module.__dict__.update()`` and ``__setstate__()`` put it there,
+    and so does the end of a block of ``fast_inference``, if the tables are those of the block: no
+    longer does anything bring them up to date. Empty tables are not compared.
+
+    Args:
+        states: ``__dict__`` of each module, without scripted ones, which make new tables at each
+            access.
+    """
+
+    def __init__(self, states: Sequence[Mapping[str, Any]]) -> None:
+        # Without the modules themselves, which an average does not keep alive.
+        self._places = [(state, name) for state in states for name in _TABLES if state[name]]
+        self._tables = list(starmap(operator.getitem, self._places))
+
+    def changed(self) -> bool:
+        """Return True if a module has another table."""
+        current = list(starmap(operator.getitem, self._places))
+        if all(map(operator.is_, current, self._tables)):
+            return False
+        # A block that began since has put tables in front of these, which stay up to date.
+        lasting = [getattr(table, "original", table) for table in current]
+        return not all(map(operator.is_, lasting, self._tables))
 
 
 class Placement:
@@ -102,11 +130,11 @@ class Watch:
     ) -> None:
         # A scripted model cannot be watched, so it is walked again each time.
         self._unknown = unknown or any(model.scripted for model in models)
-        registries = [*tables, *(table for model in models for table in model.registries)]
-        named = [table for model in models for table in model.buffer_registries]
-        if buffers:
-            registries += named
-            named = []
+        states = [state for model in models for state in model.states]
+        self._tables = Tables(states)
+        compared = _TABLES if buffers else ("_modules", "_parameters")
+        registries = [*tables, *(state[name] for state in states for name in compared)]
+        named = [] if buffers else [state["_buffers"] for state in states]
 
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
@@ -129,6 +157,7 @@ class Watch:
             or self._filled.changed()
             or any(self._empty)
             or list(chain.from_iterable(self._named)) != self._names
+            or self._tables.changed()
             or not self._alike()
         ):
             return True

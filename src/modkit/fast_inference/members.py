@@ -58,6 +58,10 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of dict that also brings the other two places up to date."""
 
     def change(self: Table, *args: Any, **kwargs: Any) -> Any:
+        if not self.binding.is_open:
+            # Whoever has kept this table changes the one that the module has.
+            dict.clear(self)
+            dict.update(self, self.original)
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -81,6 +85,7 @@ class Binding:
         module: The module.
         fold: The function of a folded layer, if it is one.
         users: The number of blocks; the last one that is left removes the entries.
+        is_open: Whether the module has the entries.
 
     Args:
         module: The module.
@@ -94,11 +99,11 @@ class Binding:
         self._state: dict[str, Any] = module.__dict__
         self._mirrored: dict[str, Any] = {}
         self._call: Callable[..., Any] | None = None
-        self._is_open = False
+        self.is_open: bool = False
 
     def open(self) -> None:
         """Add the members to ``__dict__``, and methods that copy and pickle without them."""
-        self._is_open = True
+        self.is_open = True
         if not finds_members_as_torch(type(self.module)):
             return
         for key in _TABLES:
@@ -113,7 +118,7 @@ class Binding:
 
     def mirror(self) -> None:
         """Update the members in ``__dict__`` from the tables."""
-        if not self._is_open:
+        if not self.is_open:
             return
 
         state = self._state
@@ -146,13 +151,13 @@ class Binding:
         Args:
             call: The function; None for a module that has none.
         """
-        if call is not None and self._is_open:
+        if call is not None and self.is_open:
             self._call = self._state[CALL_SLOT] = call
 
     def close(self) -> None:
         """Remove everything; changes by the user stay."""
         state = self._state
-        self._is_open = False
+        self.is_open = False
 
         if self._call is not None and state.get(CALL_SLOT) is self._call:
             del state[CALL_SLOT]

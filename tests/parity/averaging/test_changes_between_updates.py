@@ -1,5 +1,6 @@
 """Models and averages that are changed between updates, with and without flat buffers."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -100,6 +101,18 @@ def set_data(net: Any, change: Callable[[torch.Tensor, torch.Tensor], Any]) -> N
     net[0].weight.data, net[1].weight.data = change(net[0].weight.data, net[1].weight.data)
 
 
+def rebind(module: Any, table: str) -> None:
+    """Give a module another table, with other tensors under the same names."""
+    entries = getattr(module, table).items()
+    changed = {name: torch.nn.Parameter(entry.detach() * 3.0) for name, entry in entries}
+    setattr(module, table, changed)
+
+
+def set_state(net: Any) -> None:
+    """Give a layer all that another one is, as code that restores pickled objects does."""
+    net[0].__setstate__(copy.deepcopy(net[1]).__getstate__())
+
+
 def set_gradients(net: Any) -> None:
     """Give all parameters gradients."""
     for parameter in net.parameters():
@@ -117,6 +130,10 @@ ONE: dict[str, Callable[[Any], object]] = {
     "replace a parameter": lambda net: setattr(
         net[1], "weight", torch.nn.Parameter(torch.full((2, 2), 3.0))
     ),
+    "rebind parameters": lambda net: rebind(net[0], "_parameters"),
+    "rebind children": lambda net: setattr(net, "_modules", copy.deepcopy(net._modules)),
+    "update the dict": lambda net: vars(net[0]).update(vars(copy.deepcopy(net[1]))),
+    "set the state": set_state,
     "set gradients": set_gradients,
     "cast and return": lambda net: net.double().float(),
     "freeze": lambda net: net.requires_grad_(False),

@@ -278,6 +278,48 @@ def test_averages(impl):
     assert differing_keys(scenario) == []
 
 
+def averages_updated_before_a_change(scope, impl):
+    """An update inside the block knows nothing of what the model gets after it."""
+    model = net(impl)
+    averages = {"EMA": modkit.EMA(model, 0.5), "AveragedModel": AveragedModel(model)}
+    seen = []
+    for change_outside in (True, False):
+        with scope(model):
+            averages["EMA"].update()
+            averages["AveragedModel"].update_parameters(model)
+            if not change_outside:
+                _replace_tensors(model)
+        if change_outside:
+            _replace_tensors(model)
+        averages["EMA"].update()
+        averages["AveragedModel"].update_parameters(model)
+        seen.append(dict(averages["EMA"].named_averages()))
+        seen.append(averages["AveragedModel"].state_dict())
+    return [{name: tensor.clone() for name, tensor in one.items()} for one in seen]
+
+
+def _replace_tensors(model):
+    for module in model.modules():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, nn.Parameter(parameter.detach() + 1.0))
+        for name, buffer in [*module.named_buffers(recurse=False)]:
+            setattr(module, name, buffer + 1)
+
+
+def buffers_cast_across_scopes(scope, impl):
+    """What a block of `EMA.applied()` has cast is put back, also when the scope has been left."""
+    model = net(impl)
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    outer, inner = scope(model), ema.applied()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    model.double()
+    seen = outcome(lambda: inner.__exit__(None, None, None))
+    return seen, {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
 def averages_applied_across_scopes(scope, impl):
     """Scopes and `EMA.applied()` blocks may be left in another order than that of entry."""
     model, seen = net(impl), []
@@ -542,6 +584,8 @@ SCENARIOS = (
     what_is_read_inside,
     a_copy_is_independent,
     averages_applied_across_scopes,
+    averages_updated_before_a_change,
+    buffers_cast_across_scopes,
     shared_and_cyclic_models,
     empty_models,
 )
