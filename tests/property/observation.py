@@ -103,6 +103,10 @@ def describe(module: torch.nn.Module, ordinals: Ordinals) -> dict[str, Any]:
 
 def describe_attribute(value: Any, ordinals: Ordinals) -> Any:
     """Describe a plain attribute; modules compare by their place in the tree."""
+    # A lazy layer that is traced keeps one. Reading an attribute of it adds to the graph, and so to
+    # its name.
+    if isinstance(value, torch.fx.Proxy):
+        return "a proxy"
     if isinstance(value, torch.nn.Module):
         return ordinals.of(value)
     if isinstance(value, list) and any(isinstance(item, torch.nn.Module) for item in value):
