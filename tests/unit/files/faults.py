@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+import torch
+
 from modkit.files.atomic_write import atomic_write
 from tests.unit.files.writers import Writer
 
@@ -113,6 +115,8 @@ def fork(run: Callable[[], Any]) -> int:
     if number:
         return number
     code = 1
+    # The threads of OpenMP are not forked, and a parallel loop would wait for them.
+    torch.set_num_threads(1)
     try:
         run()
         code = 0
