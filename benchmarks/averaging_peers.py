@@ -6,11 +6,12 @@
     python -m benchmarks.averaging_peers --device cuda              # on an accelerator
 
 All run in this process, interleaved: a round times each contestant once, in random order. A time is the CPU
-time of one thread. With warm caches, a sample is a loop of calls; with evicted caches, it is one call after
-64 MB of other data were read and written. On an accelerator, times are those of a clock: "launched" is one
-call on an idle device until it returns, and "finished" a loop of calls until the device has done them. A ratio
-is the median over the rounds of modkit's time divided by the peer's. modkit is compared with peers that keep averages of the same dtype, and parameters alone with
-parameters alone. Libraries that cannot be imported are named and left out.
+time of one thread. With warm caches, a sample is a loop of calls; with evicted caches, it is one call after 64
+MB of other data were read and written. On an accelerator, times are those of a clock: "launched" is one call on
+an idle device until it returns, and "finished" a loop of calls until the device has done them. A ratio is the
+median over the rounds of modkit's time divided by the peer's. modkit is compared with peers that keep averages
+of the same dtype, and parameters alone with parameters alone. Libraries that cannot be imported are named and
+left out.
 """
 
 from __future__ import annotations

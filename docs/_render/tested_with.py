@@ -45,7 +45,7 @@ read no tensor on the host, up to step 1,000 of every schedule. Exceptions and l
 - torch_xla has no gradients of batch normalization in evaluation mode, and its running variance is biased.
 
 On CUDA (one NVIDIA H200, torch 2.11.0, Python 3.12.3, 2026-11-27), the tests that are marked `gpu` ran, and 35 of 52
-passed: updates of `EMA` wait for the device with no option,
+passed: updates of `EMA` synchronize with the device with no option,
 and can be part of a CUDA graph; a swap copies nothing; recurrent weights stay in one piece. The 17 failures were faults
 of the tests, not of modkit: 16 of `AveragedModel` kept the count in host memory, which they forbade, and one read a file
 that it had overwritten. They were repaired and have not run again. Besides, 44 programs ran with torch and with modkit,

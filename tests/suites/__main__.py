@@ -42,7 +42,8 @@ def main() -> int:
             pool.submit(compare, library, options.folder.resolve()): (title, library.name)
             for title, libraries in TABLES.items()
             for library in libraries
-            if not options.only or library.name in options.only
+            # Machines without a GPU could not run those of a device.
+            if library.name in options.only or (not options.only and library.device == "cpu")
         }
         for done in as_completed(runs):
             title, name = runs[done]

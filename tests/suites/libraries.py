@@ -17,7 +17,8 @@ class Library(NamedTuple):
     ``repository`` is an owner, name and revision on GitHub, for tests that no distribution has;
     ``packages`` are installed packages that are rewritten with the library, for those that are
     built; ``plugins`` are names of plugins in tests/suites/plugin; ``sides_left_out`` has the sides that
-    the library does not run on, with reasons; ``processes`` are workers of pytest-xdist.
+    the library does not run on, with reasons; ``processes`` are workers of pytest-xdist; ``device`` is what
+    torch's tests of many devices run on.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Library(NamedTuple):
     plugins: tuple[str, ...] = ()
     sides_left_out: dict[str, str] = {}
     processes: int = 0
+    device: str = "cpu"
 
     @property
     def sides(self) -> list[str]:

@@ -47,6 +47,7 @@ def suite_of(library: Library, side: str, tree: Path) -> Suite:
                     os.environ.get("PYTHONPATH", ""),
                 )
             ),
+            "SUITE_DEVICE": library.device,
             "SUITE_SAMPLE": json.dumps(library.sample),
         },
         processes=library.processes,

@@ -34,10 +34,9 @@ def _tests(
         repository=repository,
         packages=("torch.testing._internal",),
         plugins=("torch_tests",),
-        environment={
-            "SUITE_DEVICE": device,
-            "PYTEST_ADDOPTS": "" if device == "cpu" else f"-k {device}",
-        },
+        device=device,
+        # Of the tests of a GPU, those alone that use it.
+        environment={} if device == "cpu" else {"PYTEST_ADDOPTS": f"-k {device}"},
         processes=0 if device == "cpu" else 8,
         sides_left_out={"user": "the library is torch"},
     )
@@ -163,7 +162,7 @@ TORCH_TESTS = (
         ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
         {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
     ),
-    # Needs a GPU; without one, the tests of the device are not there.
+    # Only run when it is named, since it needs a GPU.
     _tests(
         "nn-cuda",
         _OF_2_6,

@@ -498,9 +498,9 @@ class EMA(Generic[ModelT]):
 
         The swap exchanges storage: nothing is copied unless dtype or device differ, except weights
         of recurrent layers on CUDA, which cuDNN wants in one piece. Parameters stay the same
-        objects. Before the first update the block sees the training weights. The
-        training weights are restored whatever ends the block, Ctrl-C included. A state that is
-        saved inside contains them too, and :meth:`load_state_dict` restores them.
+        objects. Before the first update the block sees the training weights. The training weights
+        are restored whatever ends the block, Ctrl-C included. A state that is saved inside contains
+        them too, and :meth:`load_state_dict` restores them.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
