@@ -49,7 +49,7 @@ passed: updates of `EMA` synchronize with the device with no option,
 and can be part of a CUDA graph; a swap copies nothing; recurrent weights stay in one piece. The 17 failures were faults
 of the tests, not of modkit: 16 of `AveragedModel` kept the count in host memory, which they forbade, and one read a file
 that it had overwritten. They were repaired and have not run again. Besides, 44 programs ran with torch and with modkit,
-and gave the same bits, errors and warnings, among them mixed precision with `GradScaler`, CUDA graphs,
+with bitwise identical results and the same errors and warnings, among them mixed precision with `GradScaler`, CUDA graphs,
 `make_graphed_callables`, `torch.compile` with CUDA graphs, `DataParallel`, DDP and `SyncBatchNorm` on NCCL, FSDP2 with
 mixed precision and offloading, distributed checkpoints, TorchScript, cuDNN's recurrent layers, the profiler with kernels,
 memory snapshots, running out of memory in the middle of `to()`, accelerate and a model of transformers. Averages on the

@@ -32,14 +32,14 @@ _MIGRATIONS: Final = "tests/unit/migrations"
 
 _NN: Final = [
     Bug(
-        "fast_inference: what is no tensor, in a dropout",
+        "fast_inference: an argument that is not a tensor, in a dropout",
         "fast_inference/layers.py",
         '        input_condition="type(x) is torch.Tensor",\n',
         "",
         _SCOPE + "/test_scope.py",
     ),
     Bug(
-        "overrides: what replaces a method and is no function",
+        "overrides: a method replaced by an object that is not a function",
         "nn/_overrides.py",
         "    return value if bind is None else bind(value, module, type(module))",
         "    return functools.partial(value, module)",

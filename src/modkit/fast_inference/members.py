@@ -59,7 +59,7 @@ def _followed(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def change(self: Table, *args: Any, **kwargs: Any) -> Any:
         if not self.binding.is_open:
-            # Whoever has kept this table changes the one that the module has.
+            # A caller that has kept this table changes the one that the module has.
             dict.clear(self)
             dict.update(self, self.original)
         try:

@@ -1,4 +1,4 @@
-"""What training scripts do on an accelerator: mixed precision, graphs, replicas, shards, tools.
+"""Training scripts on an accelerator: mixed precision, graphs, replicas, shards, tools.
 
 Each scenario compares the bits of torch and modkit. Those that need no feature of CUDA also run on
 the CPU.
@@ -57,7 +57,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 def test_training_in_mixed_precision(name: str, device: str) -> None:
     """Losses, gradients and states are those of torch, with a GradScaler, which skips steps."""
     if (name, device) == ("lstm", "cpu"):
-        pytest.skip("many CPUs have no LSTM in 16 bits")
+        pytest.skip("many CPUs have no LSTM in bf16 or fp16")
 
     def scenario(impl: Implementation) -> Any:
         seen: list[Any] = []

@@ -307,7 +307,7 @@ def _replace_tensors(model):
 
 
 def buffers_cast_across_scopes(scope, impl):
-    """What a block of `EMA.applied()` has cast is put back, also when the scope has been left."""
+    """A block of `EMA.applied()` puts back what it has cast, also when the scope has been left."""
     model = net(impl)
     ema = modkit.EMA(model, 0.5)
     ema.update()
