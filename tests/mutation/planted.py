@@ -612,6 +612,13 @@ _IN_FILES: Final = [
         _FILES + "/test_hostile_zip.py",
     ),
     Bug(
+        "zip files: zeros in the place of sizes and checksum",
+        "files/zip_archive.py",
+        "if not member.packed and ",
+        "if member.packed < 0 and ",
+        _FILES + "/test_hostile_zip.py",
+    ),
+    Bug(
         "zip files: a number that its field has room for, from the extra field",
         "files/zip_records.py",
         "return [next(numbers, n) if n == IN_ZIP64_32 else n for n in short]",

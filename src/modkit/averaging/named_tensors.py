@@ -138,7 +138,7 @@ class NamedTensors:
             buffers = dict(module.named_buffers(recurse=False))
             transient: set[str] = set()
         else:
-            self.states.append(vars(module))
+            self.states.append(module.__dict__)
             transient = module._non_persistent_buffers_set
 
         for key, tensor in parameters.items():

@@ -61,7 +61,8 @@ class Tables:
     def __init__(self, states: Sequence[Mapping[str, Any]]) -> None:
         # Without the modules themselves, which an average does not keep alive.
         self._places = [(state, name) for state in states for name in _TABLES if state[name]]
-        self._tables = list(starmap(operator.getitem, self._places))
+        # No ``starmap``, which the compiler of torch 2.8 cannot follow.
+        self._tables = [state[name] for state, name in self._places]
 
     def changed(self) -> bool:
         """Return True if a module has another table."""

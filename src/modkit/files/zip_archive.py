@@ -386,7 +386,8 @@ class Archive:
             head: The bytes of the file from the local header on, if they have been read.
 
         Raises:
-            FileError: If the local header differs from the table of members.
+            FileError: If the local header differs from the table of members, or the member is empty
+                by the table alone.
         """
         if not head:
             room = LOCAL_HEADER.size + 4 * len(member.name)
@@ -410,6 +411,9 @@ class Archive:
         # An extra field that moves the content into the table.
         if start + member.packed > self._table:
             raise self.corrupt(f"the header of {member.name!r} is too long")
+        # Zeros in the table would hide the content, since they are also the CRC-32 of nothing.
+        if not member.packed and read_some(self._source, start, 4) not in records.SIGNATURES:
+            raise self.corrupt(f"{member.name!r} has content, and none by the table of members")
         return start
 
     def read(self, name: str) -> bytes:

@@ -18,6 +18,9 @@ ZIP64_END_SIGNATURE: Final = b"PK\x06\x06"
 ZIP64_LOCATOR_SIGNATURE: Final = b"PK\x06\x07"
 TABLE_ENTRY_SIGNATURE: Final = b"PK\x01\x02"
 LOCAL_HEADER_SIGNATURE: Final = b"PK\x03\x04"
+DESCRIPTOR_SIGNATURE: Final = b"PK\x07\x08"
+# The signatures of the records that may follow a member.
+SIGNATURES: Final = (LOCAL_HEADER_SIGNATURE, DESCRIPTOR_SIGNATURE, TABLE_ENTRY_SIGNATURE)
 
 # The value of a field whose number is in a zip64 record.
 IN_ZIP64_16: Final = 0xFFFF

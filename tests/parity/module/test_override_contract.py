@@ -267,6 +267,8 @@ def test_the_arguments_of_a_method_are_found_without_its_wrapper(
     """`inspect.getfullargspec`, which looks at no `__wrapped__`, finds torch's arguments."""
     expected = inspect.getfullargspec(getattr(torch.nn.Module, name))
     actual = inspect.getfullargspec(getattr(impl.Module, name))
+    if name == "modules" and expected.args == ["self"]:
+        pytest.skip("this release of torch has no remove_duplicate there, a listed difference")
 
     assert actual[:5] == expected[:5]
     assert actual.kwonlydefaults == expected.kwonlydefaults

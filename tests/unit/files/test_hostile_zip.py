@@ -1,6 +1,7 @@
 import pytest
 
 from modkit.errors import FileError
+from modkit.files import verify
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import quiet
@@ -110,6 +111,21 @@ def test_zeroed_bytes_in_the_table(reader, tmp_path):
         path = tmp_path / f"{number}.pt"
         path.write_bytes(data[:place] + bytes(64) + data[place + 64 :])
         refusal(reader, path)
+
+
+@each_reader
+def test_members_without_content_in_the_table(reader, tmp_path):
+    """Where sizes and checksum of an entry are zero, and only those, no intact member is missing."""
+    data = seed_of(reader)
+    places = [place for signature, place in records(data) if signature == CENTRAL]
+    for number, place in enumerate(places):
+        path = tmp_path / f"{number}.pt"
+        path.write_bytes(data[: place + 16] + bytes(12) + data[place + 28 :])
+        with pytest.raises(FileError, match="has content, and none by the table"):
+            verify(path)
+        # A reader may leave out a member that says nothing about the tensors.
+        if b".data/serialization_id" not in data[place : place + 100]:
+            refusal(reader, path)
 
 
 @each_reader

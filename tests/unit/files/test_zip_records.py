@@ -187,6 +187,16 @@ def test_members_side_by_side():
         Archive(close(-with_extra - 1), "x")
 
 
+@for_each("descriptor", [None, {}])
+def test_empty_members(descriptor):
+    """A member without content is read where a descriptor, a header or the table follows."""
+    names = [b"a/data.pkl", b"a/data/0", b"a/version"]
+    archive = Archive(build([Member(name, b"", descriptor=descriptor) for name in names]), "x")
+
+    archive.verify()
+    assert [archive.read(name) for name in archive.members] == [b"", b"", b""]
+
+
 @for_each(("extra", "fails"), [(4, ""), (5, "is too long")])
 def test_the_last_member_ends_at_the_table(extra, fails):
     """The last member may end where the table begins; a byte later it would be a part of it."""
