@@ -115,7 +115,7 @@ def test_skipped(number, tmp_path):
 def project(tmp_path, monkeypatch):
     """The project of a user: a package, tests that use it, and a virtual environment inside."""
     for name, text in {
-        "pyproject.toml": "[tool.pytest]\n",
+        "pyproject.toml": "[tool.pytest.ini_options]\n",
         "package/__init__.py": "",
         "package/network.py": NETWORK,
         "tests/conftest.py": CONFTEST,
