@@ -120,7 +120,9 @@ def tests_on(torch: str) -> None:
         pins = CONSTRAINTS.read_text().splitlines()
         constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(NOT_PINNED)))
         if session.venv_backend != "none":
-            wanted = (*nox.project.dependency_groups(PYPROJECT, "test"), f"torch=={torch}")
+            groups = nox.project.dependency_groups(PYPROJECT, "test")
+            # Before torch 2.11, its utilities need setuptools, and do not say so.
+            wanted = (*groups, "setuptools", f"torch=={torch}")
             session.install("--constraint", f"{constraints}", *wanted, "--editable", ".[cli,demo]")
         arguments = (*IN_PARALLEL, f"--junitxml={results}", *session.posargs)
         # Failures of the whole suite are recorded, too, and end the session after that.

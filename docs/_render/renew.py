@@ -157,6 +157,11 @@ def outcome(case: ET.Element) -> str:
     return "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
 
 
+def test_file_of(case: ET.Element) -> str | None:
+    """Return the test file of a case; one that could not be imported is named in place of a test."""
+    return case.get("classname") or case.get("name")
+
+
 def store_test_run(report: Path, again: list[Path], device: str | None = None) -> int:
     """Store a run of the tests in place of the last one on this torch and Python.
 
@@ -173,8 +178,8 @@ def store_test_run(report: Path, again: list[Path], device: str | None = None) -
     repeated: set[str | None] = set()
     for file in again:
         second = [*ET.parse(file).getroot().iter("testcase")]  # noqa: S314
-        files = {case.get("classname") for case in second}
-        cases = [case for case in cases if case.get("classname") not in files] + second
+        files = set(map(test_file_of, second))
+        cases = [case for case in cases if test_file_of(case) not in files] + second
         repeated |= files
 
     counts = Counter(map(outcome, cases))
