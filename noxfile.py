@@ -121,7 +121,7 @@ def tests_on(torch: str) -> None:
         constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(NOT_PINNED)))
         if session.venv_backend != "none":
             groups = nox.project.dependency_groups(PYPROJECT, "test")
-            # Before torch 2.11, its utilities need setuptools, and do not say so.
+            # Utilities of some releases of torch need setuptools, which they do not require.
             wanted = (*groups, "setuptools", f"torch=={torch}")
             session.install("--constraint", f"{constraints}", *wanted, "--editable", ".[cli,demo]")
         arguments = (*IN_PARALLEL, f"--junitxml={results}", *session.posargs)

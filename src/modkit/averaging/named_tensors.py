@@ -138,6 +138,7 @@ class NamedTensors:
             buffers = dict(module.named_buffers(recurse=False))
             transient: set[str] = set()
         else:
+            # Not ``vars()``, which the compiler of torch 2.8 cannot follow here.
             self.states.append(module.__dict__)
             transient = module._non_persistent_buffers_set
 

@@ -115,7 +115,7 @@ def test_zeroed_bytes_in_the_table(reader, tmp_path):
 
 @each_reader
 def test_members_without_content_in_the_table(reader, tmp_path):
-    """Where sizes and checksum of an entry are zero, and only those, no intact member is missing."""
+    """An entry with zeros for sizes and checksum alone makes a file corrupt, whichever member it is."""
     data = seed_of(reader)
     places = [place for signature, place in records(data) if signature == CENTRAL]
     for number, place in enumerate(places):
