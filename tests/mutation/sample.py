@@ -49,10 +49,14 @@ if TYPE_CHECKING:
 SOURCE = ROOT / "src" / "modkit"
 # The source of each part, and the tests that are run for its mutants.
 PARTS = {
-    "nn": ("nn _tree.py", "parity/module parity/hooks parity/fixes unit/test_surface.py"),
+    "nn": (
+        "nn _tree.py",
+        "parity/module parity/hooks parity/fixes unit/test_surface.py unit/test_load_state_dict.py "
+        "unit/load",
+    ),
     "averaging": ("averaging optim", "unit/averaging parity/averaging parity/fixes"),
     "files": ("files", "unit/files unit/cli/test_convert.py unit/cli/test_inspect.py"),
-    "jit": ("jit", "parity/jit unit/jit"),
+    "jit": ("jit", "parity/jit unit/jit integration/torch_jit"),
     "fast_inference": ("fast_inference", "parity/fast_inference integration/fast_inference"),
     "migrations": (
         "migrations _renames.py _mismatches.py _layer_lists.py nn/_load_matching.py",
@@ -60,9 +64,11 @@ PARTS = {
     ),
 }
 CAST = r"(?<=\bcast\()(\"[^\"]*\"|None)"
-# A forked process cannot use the threads of the one before, so tests that compile are left out, and
-# so are those of faults, in processes of their own, which do not have the mutant.
-LEFT_OUT = "not compile and not inductor and not test_write_faults"
+# A forked process cannot use the threads of the one before, so tests of torch.compile are left out,
+# and so are those of faults, in processes of their own, which do not have the mutant.
+LEFT_OUT = "not inductor and not test_write_faults"
+# The names of tests of torch.compile have this word, except those of the room of another compiler.
+LEFT_OUT_BUT_IN_JIT = "not compile"
 # Seconds: of a test that is run, which may have many cases, and without a test that ends.
 SLOW, LIMIT = 15.0, 60.0
 
@@ -317,8 +323,9 @@ def run_part(
     coverage.start()
     runner = Runner(source, count, seed, minutes, set(only), coverage)
     paths = [str(ROOT / "tests" / path) for path in tests.split()]
+    chosen = LEFT_OUT if name == "jit" else f"{LEFT_OUT} and {LEFT_OUT_BUT_IN_JIT}"
     pytest.main(
-        ["-q", "-p", "no:cacheprovider", "--timeout=0", "-k", LEFT_OUT, *paths],
+        ["-q", "-p", "no:cacheprovider", "--timeout=0", "-k", chosen, *paths],
         plugins=[runner],
     )
 

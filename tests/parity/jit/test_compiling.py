@@ -1,4 +1,5 @@
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_methods_of_every_annotation_run(impl):
     if impl is MODKIT:  # copies of torch lack it
         copied = copy.copy(module)
         assert copied.ignored.__self__ is copied
+
+
+@for_each(
+    ("options", "text"),
+    [
+        ({"optimize": True}, "`optimize` is deprecated"),
+        ({"example_inputs": [(torch.ones(1, 2),)]}, "monkeytype is not installed"),
+    ],
+    ids=["optimize", "example_inputs"],
+)
+def test_options_without_an_effect_warn(impl, options, text):
+    """One option has none anymore, the other needs a package; the module is compiled all the same."""
+    if "monkeytype" in text and importlib.util.find_spec("monkeytype"):
+        pytest.skip("MonkeyType is installed")
+    layer = impl.nn.Linear(2, 2)
+    with pytest.warns((FutureWarning, UserWarning), match=text):
+        module = impl.jit.script(layer, **options)
+
+    assert module.weight is layer.weight
 
 
 @for_each("outer, inner", [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)

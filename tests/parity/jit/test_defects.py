@@ -125,12 +125,36 @@ def test_a_deep_copy_keeps_the_class_and_what_is_in_python(impl):
     assert calls == [1]
 
 
+def test_a_module_can_be_copied_by_its_constructor(impl):
+    """A deep copy of what is not compiled yet has the class, and tensors of its own."""
+    copies = []
+
+    class Net(impl.jit.ScriptModule):
+        def __init__(self):
+            super().__init__()
+            self.lin = impl.nn.Linear(3, 3)
+            copies.append(copy.deepcopy(self))
+
+        @impl.jit.script_method
+        def forward(self, x):
+            return self.lin(x)
+
+    module = Net()
+    (copied,) = copies
+
+    assert type(copied) is Net
+    assert torch.equal(copied.lin.weight, module.lin.weight)
+    assert copied.lin.weight is not module.lin.weight
+
+
 def test_loaded_parameters_are_parameters(impl):
     """A Parameter is one after loading too, and stays tied and unlike buffers."""
     net = make_net(impl)
     net.lin.bias.requires_grad_(False)
+    net.lin.register_parameter("again", net.gain)
     loaded = reloaded(impl, impl.jit.script(net))
 
+    assert loaded.lin.again is loaded.gain
     assert {type(p) for p in loaded.parameters()} == {torch.nn.Parameter}
     assert [p.requires_grad for p in loaded.parameters()] == [
         p.requires_grad for p in net.parameters()
@@ -171,6 +195,8 @@ def test_containers_hold_the_compiled_children(impl, load):
     assert named["a"].original_name == "Linear"
     assert [name for name, _ in named.items()] == list(named.keys()) == ["a", "b"]
     assert list(named.values()) == [named["a"], named["b"]]
+    assert [name for name in ("popitem", "get") if hasattr(named, name)] == []
+    assert [name for name in ("keys", "values", "items") if hasattr(steps, name)] == []
     assert torch.equal(steps[:1](inputs()), steps[0](inputs()))
 
 
@@ -243,12 +269,12 @@ def test_backward_hooks_run(impl, kind):
 
 def test_a_missing_extra_file_can_be_an_error():
     """With ``strict_extra_files`` the error names the missing file and those that are there."""
-    files = {"labels.txt": "", "empty": ""}
+    files = {"labels.txt": "", "empty": "", "more.txt": ""}
     buffer = io.BytesIO(build(MODKIT, "scripted").save_to_buffer(_extra_files={"empty": ""}))
 
-    with pytest.raises(KeyError, match=r"no extra file 'labels\.txt'; it has 'empty'"):
+    with pytest.raises(KeyError, match=r"no extra file 'labels\.txt', 'more\.txt'; it has 'empty'"):
         MODKIT.jit.load(buffer, _extra_files=files, strict_extra_files=True)
-    assert files == {"labels.txt": "", "empty": ""}
+    assert files == {"labels.txt": "", "empty": "", "more.txt": ""}
 
 
 def test_define_gives_the_method_to_all_modules_of_the_type(impl):
@@ -344,6 +370,14 @@ def test_the_error_of_a_deletion_names_the_member(kind):
 def doubled(x):
     """Return twice a tensor."""
     return x * 2
+
+
+@for_each("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_keeps_buffers_out_of_its_state(copied):
+    """What is not part of the state of a module is not part of that of its copies."""
+    module = MODKIT.jit.script(with_a_transient_buffer(MODKIT))
+
+    assert list(copied(module).state_dict()) == ["lin.weight", "lin.bias"]
 
 
 @for_each("copied", [copy.copy, copy.deepcopy])

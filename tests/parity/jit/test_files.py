@@ -242,7 +242,8 @@ def test_pickling_is_refused_as_in_torch(name):
 
         assert errors[0] == errors[1], way
         if sys.version_info >= (3, 11):
-            assert any("modkit.jit.save()" in note for note in caught.value.__notes__)
+            advice = "Save a ScriptModule with modkit.jit.save() instead of pickling it."
+            assert advice in caught.value.__notes__
 
 
 def test_an_object_with_methods_of_its_own_saves_itself(impl):

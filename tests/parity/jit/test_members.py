@@ -346,8 +346,27 @@ def test_a_compiled_iter_is_called(impl):
         def __iter__(self) -> list[int]:
             return [5]
 
-    with pytest.raises(TypeError, match="non-iterator of type 'list'"):
-        iter(impl.jit.script(Listed()))
+        @impl.jit.export
+        def __len__(self) -> int:
+            return 0  # as many as it has children, like a container
+
+    module = impl.jit.script(Listed())
+    # Loaded modules of torch do not call it.
+    for each in (module, reloaded(MODKIT, module)):
+        with pytest.raises(TypeError, match="non-iterator of type 'list'"):
+            iter(each)
+
+
+@for_each("kind", KINDS)
+def test_a_replica_is_a_module_of_the_same_type(impl, kind):
+    """A replica, as ``DataParallel`` makes them, has the compiled type, the state and the code."""
+    module = build(impl, kind).eval()
+    replica = module._replicate_for_data_parallel()
+
+    assert type(replica).__name__ == "RecursiveScriptModule"
+    assert replica._c._type() == module._c._type()
+    assert list(replica.state_dict()) == [name for name in module.state_dict() if "." not in name]
+    assert replica.code == module.code
 
 
 @for_each("name", ["Sequential", "ModuleList", "ModuleDict", "module"])

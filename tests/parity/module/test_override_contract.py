@@ -157,6 +157,9 @@ def shown(value: Any) -> Any:
         return [(str(key), shown(item)) for key, item in value.items()]
     if isinstance(value, (tuple, list)):
         return [shown(item) for item in value]
+    if isinstance(value, type):
+        # Two classes, of torch and of modkit, have one name.
+        return value.__name__
     if callable(value):
         return "callable"
     return value if isinstance(value, (int, str, bool, float, type(None))) else type(value).__name__
@@ -234,7 +237,6 @@ def replacement_seen(impl: Implementation, name: str, kind: str) -> Any:
     log: list[tuple[Any, ...]] = []
 
     def record(*args, **kwargs):
-        # A class is that of modkit or torch, or the user's.
         log.append((*map(shown, args), sorted(kwargs)))
         return []
 

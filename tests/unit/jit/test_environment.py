@@ -1,8 +1,11 @@
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
+import warnings
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ import torch
 import modkit.nn as nn
 from modkit import jit
 from modkit.jit import _upstream
+from tests.cases import for_each
 from tests.processes import python
 
 
@@ -304,3 +308,32 @@ def test_a_torch_whose_functions_refuse(tmp_path):
     )
 
     assert lines == [expected, "RecursiveScriptModule", expected]
+
+
+NET, BATCH = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+
+
+@for_each(
+    ("name", "arguments"),
+    [
+        ("script", (NET,)),
+        ("trace", (NET, BATCH)),
+        ("trace_module", (NET, {"forward": BATCH})),
+        ("save", (NET, io.BytesIO())),
+        ("load", (io.BytesIO(),)),
+    ],
+    ids=["script", "trace", "trace_module", "save", "load"],
+)
+def test_the_notice_names_what_was_called_first(monkeypatch, name, arguments):
+    """It names the function, in the caller's file, whatever comes of the call; then nothing warns."""
+    call = getattr(jit, name)
+    monkeypatch.setattr(_upstream, "_given", set())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with contextlib.suppress(Exception):
+                call(*arguments)
+
+    (notice,) = caught
+    assert str(notice.message).startswith(f"`torch.jit.{name}` is ")
+    assert (notice.filename, notice.category.__name__) == (__file__, CATEGORY)
