@@ -1,4 +1,5 @@
 import zlib
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,14 @@ def test_tied_tensors_stay_tied(tmp_path) -> None:
     assert found["part"].tolist() == [[2.0, 2.0]] * 2
     assert found["part"].untyped_storage().data_ptr() != found["embed"].untyped_storage().data_ptr()
     assert list(found) == ["embed", "part", "head"]
+
+
+def test_a_state_dict_of_an_allowed_class(tmp_path) -> None:
+    """A mapping that is not a dict is read too, where the user allows its class."""
+    with torch.serialization.safe_globals([UserDict]):
+        paths = saved(tmp_path, [{"ema": UserDict(w=torch.full((2,), n))} for n in (1.0, 3.0)])
+
+        assert average_checkpoints(paths, key="ema")["w"].tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("free", [0, 1])

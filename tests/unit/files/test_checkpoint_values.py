@@ -196,6 +196,15 @@ def test_what_the_user_allows_is_saved_and_read(tmp_path: Path) -> None:
         modkit.load_checkpoint(path)
 
 
+def test_an_allowed_object_that_does_not_name_its_module(tmp_path: Path) -> None:
+    """The module is the one in which pickle finds the object: an ellipsis has no ``__module__``."""
+    path = tmp_path / "last.pt"
+    with torch.serialization.safe_globals([(..., "builtins.Ellipsis")]):
+        modkit.save_checkpoint({"index": [0, ...]}, path)
+
+        assert modkit.load_checkpoint(path) == {"index": [0, ...]}
+
+
 def test_a_checkpoint_that_is_too_large_without_its_tensors(monkeypatch) -> None:
     """Readers refuse a pickle above their limit, so it is not written."""
     monkeypatch.setattr("modkit.files.checkpoint_values.MOST_TEXT", 1000)
@@ -261,7 +270,8 @@ def test_numpy_that_the_user_allows_has_no_limits(tmp_path: Path) -> None:
 
     with torch.serialization.safe_globals(allowed):
         assert modkit.load_checkpoint(path)["names"].tolist() == ["a", "b"]
-    with pytest.raises(FileError, match="neither numbers nor arrays of numbers"):
+    reason = "it has objects of NumPy that are neither numbers nor arrays of numbers"
+    with pytest.raises(FileError, match=f"data.pkl: {reason}$"):
         modkit.load_checkpoint(path)
 
 

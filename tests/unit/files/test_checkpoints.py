@@ -86,8 +86,9 @@ def test_a_file_without_checksums_is_refused(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(before)
 
-    with pytest.raises(ValueError, match=r"written without checksums; torch\.load"):
+    with pytest.raises(FileError, match=r"written without checksums; torch\.load") as caught:
         modkit.load_checkpoint(tmp_path / "last.pt")
+    assert caught.value.kind == "torch.save file"
 
 
 def test_saving_over_a_mapped_checkpoint(tmp_path: Path) -> None:

@@ -46,15 +46,16 @@ def test_the_deepest_pickle(kind, script):
     ("pickled", "problem"),
     [
         # The second list is put into the first, and then a third into the second.
-        (b"]q\0]q\1]q\2h\0h\1a0h\1h\2a", "it fills an object that is part of another one"),
+        (b"]q\0]q\1]q\2h\0h\1a0h\1h\2a", "it fills an object that is part of another one already"),
         (b"t" * 2000, "its instructions do not fit together"),
+        (b"\x85", "its instructions do not fit together"),
         (b"h\x07a" * 2000, "its instructions do not fit together"),
         (b"I1\n", "it has the instruction INT, which torch never writes"),
     ],
 )
 def test_what_torchs_reader_in_cpp_does_not_follow(pickled, problem):
     """These are refused in a TorchScript archive."""
-    assert problem in pickle_problem(b"\x80\x02" + pickled + b".", {}, script=True)
+    assert pickle_problem(b"\x80\x02" + pickled + b".", {}, script=True) == problem
 
 
 @for_each("identifier", [b"N", b"K\5", b")", b"NN\x86"])
@@ -78,16 +79,30 @@ def test_the_last_place_of_the_memo():
         assert pickle_problem(b"\x80\x02Nr" + struct.pack("<I", place) + b".", {}) == problem
 
 
-@for_each("items", [b"h\1Ns" * 50, b"(" + b"h\1N" * 50 + b"u"], ids=["SETITEM", "SETITEMS"])
-@for_each(("size", "fails"), [(4000, False), (3999, True)])
-def test_the_work_of_hashing(items, size, fails):
+# By name: opcodes with a tuple of 1,000 objects at place 1, and how many objects are hashed.
+WORK = {
+    "SETITEM": (b"}" + b"h\1Ns" * 50, 50 * 1000),
+    "SETITEMS": (b"}(" + b"h\1N" * 50 + b"u", 50 * 1000),
+    # The arguments, the list, and each pair with what is in it.
+    "pairs": (
+        called(named("collections", "OrderedDict"), b"](" + b"h\1N\x86" * 25 + b"e"),
+        2 + 1 + 25 * (1002 + 1000 + 1),
+    ),
+    # What is in an identifier, down to the tuple itself.
+    "identifiers": (b"h\1\x85\x85Q" * 17, 17 * (1002 + 1001 + 1000)),
+}
+
+
+@for_each("case", WORK)
+@for_each("fails", [False, True])
+def test_the_work_of_hashing(case, fails):
     """Ten hashed objects for each byte, and 10,000, are accepted."""
-    # A tuple of 999 numbers is 1,000 objects, and is hashed 50 times.
-    wide = b"(" + b"N" * 999 + b"tq\1"
-    pickled = b"\x80\x02" + wide + b"}" + items
+    hashing, work = WORK[case]
+    # The smallest pickle for this work, or one byte less.
+    size = -((10_000 - work) // 10) - fails
+    pickled = b"\x80\x02(" + b"N" * 999 + b"tq\1" + hashing
     pickled += text("x" * (size - len(pickled) - 6)) + b"."
     assert len(pickled) == size
-    assert 50 * 1000 == 10_000 + 10 * 4000
 
     assert ("take too long to hash" in pickle_problem(pickled, {})) == fails
 

@@ -87,8 +87,8 @@ def test_a_pipe(tmp_path):
     assert torch.equal(found["w"], torch.ones(3))
 
 
-def test_the_content_of_an_open_file_is_verified():
-    """A flipped bit in a tensor, and half of a file."""
+def test_the_content_of_an_open_file_is_verified(tmp_path):
+    """A flipped bit in a tensor, and half of a file; the error has the name of a file with one."""
     buffer = io.BytesIO()
     save_checkpoint(CONTENT, buffer)
     content = bytearray(buffer.getvalue())
@@ -98,6 +98,13 @@ def test_the_content_of_an_open_file_is_verified():
         load_checkpoint(io.BytesIO(content))
     with pytest.raises(ValueError, match="the file is corrupt"):
         load_checkpoint(io.BytesIO(buffer.getvalue()[:1000]))
+    path = tmp_path / "last.pt"
+    path.write_bytes(content)
+    with (
+        path.open("rb") as file,
+        pytest.raises(ValueError, match=r"the file .*last\.pt is corrupt"),
+    ):
+        load_checkpoint(file)
 
 
 def test_checksums_are_in_open_files_whatever_is_set():

@@ -1,4 +1,5 @@
 import struct
+import sys
 
 import pytest
 import torch
@@ -220,6 +221,15 @@ def test_versions_of_the_container(version, plain):
     changes = {name: version.encode() for name in names & {"version", ".data/version"}}
 
     assert is_for_plain_unpickler(Archive(replaced(data, changes), "x")) == plain
+
+
+@for_each("order", [None, "little", "big"])
+def test_byte_orders(order):
+    """A file of the byte order of this machine is plain; one that states none is little-endian."""
+    data = replaced(checkpoint(), {"byteorder": order and order.encode()})
+    is_of_this_machine = (order or "little") == sys.byteorder
+
+    assert is_for_plain_unpickler(Archive(data, "x")) == is_of_this_machine
 
 
 @for_each(("depth", "plain"), [(100, True), (101, False)])

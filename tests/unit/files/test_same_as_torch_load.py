@@ -179,9 +179,15 @@ def test_writing_to_tensors(mmap, tmp_path):
     assert path.read_bytes() == before
 
 
-def test_training_on_tensors(tmp_path):
+@for_each("with_buffer", [True, False])
+def test_training_on_tensors(with_buffer, tmp_path):
     """Gradients flow to what was loaded, and to the same tensors."""
-    path = written(tmp_path, "parameters")
+    path = tmp_path / "file.pt"
+    content = CONTENTS["parameters"]()
+    if not with_buffer:
+        # Only torch reads buffers.
+        del content["buffer"]
+    torch.save(content, path)
     grads = []
     for load in (torch.load, load_checkpoint):
         found = load(path)
