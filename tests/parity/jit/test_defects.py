@@ -372,6 +372,24 @@ def doubled(x):
     return x * 2
 
 
+def test_a_later_method_calls_a_function_of_the_module(impl):
+    """A function that is an attribute of an instance of a compiled class is known to ``define``."""
+
+    class Net(impl.jit.ScriptModule):
+        def __init__(self):
+            super().__init__()
+            self.act = doubled
+
+        @impl.jit.script_method
+        def forward(self, x):
+            return self.act(x)
+
+    module = Net()
+    module.define("def twice(self, x: Tensor) -> Tensor:\n    return self.act(self.act(x))\n")
+
+    assert module.twice(torch.ones(1)).item() == 4
+
+
 @for_each("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_keeps_buffers_out_of_its_state(copied):
     """What is not part of the state of a module is not part of that of its copies."""
