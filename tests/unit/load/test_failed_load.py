@@ -223,6 +223,19 @@ def test_fake_tensors_and_lazy_parameters():
     assert not NOTES or "'module.'" in caught.value.__notes__[0]
 
 
+@for_each("load", [Net.load_state_dict, modkit.load_state_dict], ids=["method", "function"])
+def test_a_parameter_that_its_first_name_gives_a_shape(load):
+    """With ``assign``, the second name of a module meets what its first name has assigned."""
+    layer = modkit.nn.Module()
+    layer.weight = torch.nn.UninitializedParameter()
+    model = modkit.nn.Module()
+    model.first = model.second = layer
+    state = {"first.weight": torch.ones(2), "second.weight": torch.ones(3)}
+
+    with pytest.raises(RuntimeError, match=r"size mismatch for second\.weight: .*\[3\].*\[2\]"):
+        load(model, state, assign=True)
+
+
 def test_tensors_without_elements():
     """A tensor of size 0 is not taken for tensors that are joined."""
     fitting = {"a.weight": (2, 2), "b.weight": (2, 2)}
@@ -281,6 +294,22 @@ _joined = {"attn.qkv.weight": (12, 3)}
             (
                 "1 of 3 names of the checkpoint have the extra prefix 'left.' or 'right.'; which one, "
                 "shapes do not tell"
+            ),
+        ),
+        (
+            {"left.a.weight": (5, 2), "right.a.weight": (5, 2)},
+            {"a.weight": (5, 2)},
+            (
+                "1 of 2 names of the checkpoint lack the prefix 'left.' or 'right.'; which one, shapes "
+                "do not tell"
+            ),
+        ),
+        (
+            {"a.weight": (5, 2), "b.weight": (6, 2)},
+            {"left.a.weight": (5, 2), "right.a.weight": (5, 2), "right.b.weight": (6, 2)},
+            (
+                "2 of 4 names of the checkpoint have the extra prefix 'right.': remove it, or pass "
+                "strip='right.' to modkit.load_matching()"
             ),
         ),
         ({}, {"x" * 80: (1,)}, f"only the checkpoint has 1 other tensor, in '{'x' * 80}'"),
@@ -384,6 +413,19 @@ def test_names_that_fit_are_no_example_of_another_model():
         "It has 'block0.0x.weight', 'block1.1x.weight', ...; the model has 'layers.0.y.weight', "
         "'layers.1.y.weight', ..."
     )
+
+
+@for_each(("others", "is_listed"), [(9, True), (10, False)])
+def test_what_is_left_of_another_model(others, is_listed):
+    """It is listed if a tenth of the names is explained, by shapes."""
+    model = {"a.b": (9, 9)} | {f"{i}x": (5,) for i in range(others)}
+    file = {"c.d": (9, 9)} | {f"{i}y": (7,) for i in range(others)}
+
+    doubt, *lines = _mismatches.compare(model, file)
+
+    assert doubt.startswith("hardly a name of the checkpoint fits")
+    assert any("only the model has 9 other tensors" in line for line in lines) == is_listed
+    assert bool(lines) == is_listed
 
 
 def test_a_family_that_both_sides_have_is_no_cause():

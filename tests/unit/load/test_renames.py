@@ -23,6 +23,16 @@ def test_a_prefix_of_a_quarter_of_the_names(others, is_prefix):
     assert (Rule("prefix", ("m.",), ("",), 1) in find_renames(old, new).rules) == is_prefix
 
 
+@for_each(("prefixed", "is_prefix"), [(6, True), (5, False)])
+def test_a_prefix_where_no_shape_fits(prefixed, is_prefix):
+    """It is one of three quarters of the names, since the model may have another width."""
+    old = {f"m.{i}.weight": (2, 2) for i in range(prefixed)}
+    old |= {f"old{i}": (5,) for i in range(8 - prefixed)}
+    new = {f"{i}.weight": (3, 3) for i in range(prefixed)}
+
+    assert (Rule("prefix", ("m.",), ("",), prefixed) in find_renames(old, new).rules) == is_prefix
+
+
 @for_each(("outputs", "is_certain"), [(16, True), (20, False)])
 def test_a_number_in_a_list_that_is_out_of_order(outputs, is_certain):
     """Where a name that both sides have is another layer, no number says which layer is which."""

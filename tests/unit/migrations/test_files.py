@@ -50,8 +50,10 @@ def content(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_every_kind_of_source(tmp_path, old, model):
+@pytest.mark.parametrize("most_mapped", [32 << 20, 0], ids=["open", "reopened"])
+def test_every_kind_of_source(tmp_path, old, model, monkeypatch, most_mapped):
     """Files of torch and of safetensors, and state dicts at a key, give what ``migrate`` returns."""
+    monkeypatch.setattr("modkit.migrations.files._MOST_MAPPED", most_mapped)
     torch.save(old, tmp_path / "a.pt")
     torch.save({"model": old, "epoch": 3}, tmp_path / "b.pt")
     save_file(dict(old), tmp_path / "c.safetensors")

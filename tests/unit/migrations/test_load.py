@@ -267,6 +267,24 @@ def test_a_step_runs_once_where_a_base_declares_too(impl):
     assert model.w.item() == 6.0
 
 
+def test_an_instance_with_a_version_of_its_own(impl):
+    """A newer ``_version`` of the instance, which torch saves, changes nothing in the steps."""
+
+    @mig.declare({2: [mig.rename("old", "new")]})
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._version = 3
+            self.new = torch.nn.Parameter(torch.zeros(1))
+
+    for name in ("old", "new"):
+        model = Net()
+        model.load_state_dict({name: torch.ones(1)})
+
+        assert model.new.item() == 1.0
+        assert model.state_dict()._metadata[""] == {"version": 3}
+
+
 def test_renamed_layers_of_other_sizes(impl):
     """Without a version, an old name decides; the size is an error of loading, as for any layer."""
 
