@@ -469,7 +469,7 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
 
             if cls in self.before:
                 # A loader behind a declaration runs after it, on each module.
-                migrating = None if migrating else {"version": cls._version}
+                migrating = {"version": cls._version} if migrating == {} else None
         self[cls] = migrating
         return migrating
 

@@ -11,6 +11,7 @@ import torch
 import modkit
 from modkit import migrations as mig
 from modkit.migrations import declarations, state_dicts
+from tests.cases import for_each
 from tests.unit.migrations.networks import (
     equal,
     joined,
@@ -135,6 +136,42 @@ def test_the_method_of_the_class_is_called_afterwards(impl):
 
     assert calls == [(["new"], 1)]
     assert float(model.new.detach()) == 1.0
+
+
+@for_each("load", ["method", "function"])
+@for_each("saved", ["old", "new"])
+def test_the_method_of_a_base_is_called_afterwards(impl, saved, load):
+    """The loader of a class that the declared one is derived from takes part in every load."""
+
+    class Scaled(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.zeros(1))
+
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            state_dict[f"{prefix}new"] = state_dict[f"{prefix}new"] * 10
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    @mig.declare({2: [mig.rename("old", "new")]})
+    class Net(Scaled):
+        pass
+
+    class Derived(Net):
+        pass
+
+    loaded = []
+    for cls in (Net, Derived):
+        model, state = cls(), cls().state_dict()
+        state.clear()
+        state[saved] = torch.ones(1)
+        state._metadata[""]["version"] = 1 if saved == "old" else 2
+        if load == "method":
+            model.load_state_dict(state)
+        else:
+            modkit.load_state_dict(model, state)
+        loaded.append(model.new.item())
+
+    assert loaded == [10.0, 10.0]
 
 
 def test_a_derived_layer_migrates_as_its_base_does(impl):
