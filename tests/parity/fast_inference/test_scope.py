@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import gc
+import inspect
 import pickle
 import random
 import threading
@@ -487,6 +488,68 @@ def test_a_table_assigned_back_outlasts_the_block():
 
     assert [dict, dict] == [type(model._modules), type(copied._modules)]
     assert ["0", "1"] == list(model._modules) == list(copied._modules)
+
+
+def test_a_table_that_is_kept_changes_the_module_after_the_block(impl):
+    """A caller that keeps ``_modules`` of the block changes what the module has now."""
+    model = impl.nn.Module()
+    model.first, model.second = nn.Linear(2, 2), nn.ReLU()
+    with modkit.fast_inference(model):
+        table = model._modules
+        table.update({"third": nn.Tanh()}, fourth=nn.GELU())
+        inside = [*vars(model)]
+    model.fifth = nn.SiLU()
+    table.pop("first")
+    table["sixth"] = nn.ELU()
+
+    assert {"third", "fourth"} <= {*inside}
+    assert [*model._modules] == ["second", "third", "fourth", "fifth", "sixth"]
+    assert [*model._modules] == [*table]
+
+
+def test_an_attribute_that_hides_a_child_does_so_inside(impl):
+    """Python finds a plain attribute first, and none is lost after the block."""
+    model = impl.nn.Module()
+    model.child = nn.Linear(2, 2)
+    vars(model)["child"] = "hides it"
+    with modkit.fast_inference(model):
+        inside = model.child
+
+    assert [inside, model.child] == ["hides it"] * 2
+
+
+def test_a_table_of_another_class_stays(impl):
+    """A table that counts its reads, as one that gathers shards does, is not replaced."""
+
+    class Counting(dict):
+        def __getitem__(self, name):
+            reads.append(name)
+            return super().__getitem__(name)
+
+    reads, layer = [], impl.nn.Linear(2, 2)
+    table = layer._parameters = Counting(layer._parameters)
+    with modkit.fast_inference(layer):
+        inside = layer._parameters
+        layer(torch.ones(1, 2))
+
+    assert inside is layer._parameters is table
+    assert reads == ["weight", "bias"]
+
+
+def test_layers_of_several_inputs(impl):
+    """They take what torch's layers take, by position and by name."""
+    first, second = torch.rand(2, 3), torch.rand(2, 3)
+    for layer in (impl.nn.CosineSimilarity(), impl.nn.PairwiseDistance(), impl.nn.L1Loss()):
+        names = [*inspect.signature(layer.forward).parameters]
+        expected = layer(first, second)
+        with modkit.fast_inference(layer):
+            by_position = layer(first, second)
+            by_name = layer(**dict(zip(names, (first, second), strict=True)))
+            failed = [outcome(lambda: layer(first)), outcome(layer)]
+
+        assert torch.equal(by_position, expected)
+        assert torch.equal(by_name, expected)
+        assert failed == [outcome(lambda: layer(first)), outcome(layer)]
 
 
 def test_a_layer_on_its_own_has_a_function():
