@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import modkit
@@ -88,7 +90,10 @@ def look_at_shards() -> dict[str, Any]:
     """Tell what a process keeps."""
     ema = trained(2, decay=0.9)
     kept = dict(ema.named_averages())
+    fresh: modkit.EMA[Any] = modkit.EMA(ema.model, decay=0.9)
+    fresh.load_state_dict(whole(ema.state_dict()))
     return {
+        "loaded": differing(whole(fresh.state_dict()), whole(ema.state_dict())),
         "local": {name: tuple(local_shard(t).shape) for name, t in kept.items() if is_sharded(t)},
         "global": {name: tuple(tensor.shape) for name, tensor in kept.items()},
         "bytes": sum(local_shard(t).untyped_storage().nbytes() for t in kept.values()),
@@ -96,13 +101,17 @@ def look_at_shards() -> dict[str, Any]:
 
 
 def test_each_process_keeps_its_shards(found: Found) -> None:
-    """The first one of two has 4 of 7 rows and the 1 row, the other one 3 rows and nothing."""
+    """The first one of two has 4 of 7 rows and the 1 row, the other one 3 rows and nothing.
+
+    A state with full tensors loads into them.
+    """
     first, second = found("shards")
     shapes = {name: tuple(tensor.shape) for name, tensor in network().state_dict().items()}
 
     assert (first["local"]["0.weight"], second["local"]["0.weight"]) == ((4, 5), (3, 5))
     assert (first["local"]["3.weight"], second["local"]["3.weight"]) == ((1, 7), (0, 7))
     assert first["global"] == second["global"] == shapes
+    assert first["loaded"] == second["loaded"] == []
     # Of the first layer and of the normalization 4 or 3 rows; of the last one 1 or none. The buffers
     # are whole: two of 7 numbers, and a counter.
     assert first["bytes"] == 4 * (4 * 8 + 8 + 14) + 8
@@ -259,6 +268,24 @@ def test_a_bad_shard_is_a_bad_step_for_all(found: Found) -> None:
     assert "0.weight is not finite" in second["message"]
 
 
+def skip_in_a_stage() -> int:
+    """Return how many models a rank has averaged, whose stage of a pipeline is sharded by itself."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("stages", "shards"))["shards"]
+    stage = nn.Linear(2, 2)
+    fully_shard(stage, mesh=mesh)
+    ema = modkit.EMA(stage, decay=0.5, on_nonfinite="skip")
+    ema.update()
+    if torch.distributed.get_rank() == 1:
+        local_shard(stage.weight.detach()).fill_(float("nan"))
+    ema.update()
+    return ema.n_averaged
+
+
+def test_a_bad_step_of_one_stage_is_taken_by_another(found: Found) -> None:
+    """Only the ranks that share the shards of a model decide whether its step is skipped."""
+    assert found("stages") == [2, 1]
+
+
 def share_weights() -> dict[str, Any]:
     """Average a model whose first and last layer are one tensor of 7 rows."""
 
@@ -374,6 +401,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "forward": apply_all,
     "rules": break_rules,
     "bad steps": meet_bad_steps,
+    "stages": skip_in_a_stage,
     "ties": share_weights,
     "ddp": average_copies,
 }

@@ -100,6 +100,24 @@ def test_an_average_starts_anew_in_every_precision(precision) -> None:
     assert averaged.export_state_dict()["weight"].item() == 7.0
 
 
+def test_stochastic_rounding_reads_the_count_only_after_a_write() -> None:
+    """The host counts the steps from there on, so that a seed does not cost a host sync."""
+    model = one_weight(MODKIT, 1.0).bfloat16()
+    averaged = swa_utils.AveragedModel(
+        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.5), precision="stochastic"
+    )
+    seen = []
+    with CountCalls("_local_scalar_dense") as reads:
+        for write in False, False, False, True, False:
+            if write:
+                averaged.n_averaged.fill_(7)
+            averaged.update_parameters(model)
+            seen.append(len(reads.calls))
+
+    assert seen == [1, 1, 1, 2, 2]
+    assert averaged.n_averaged == 9
+
+
 def test_a_skipped_step_does_not_count_on_the_device() -> None:
     """The device knows the flag, so the equal average is the mean of the finite models."""
     model = one_weight(MODKIT)

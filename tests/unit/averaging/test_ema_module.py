@@ -258,7 +258,7 @@ def test_a_reference_to_forgotten_averages_has_memory_of_its_own() -> None:
 
 
 def test_a_model_of_another_structure_has_another_module() -> None:
-    """An earlier reference stays as it is."""
+    """An earlier reference stays as it is, and gradients still flow through it."""
     model = network()
     ema = modkit.EMA(model, 0.5)
     ema.update()
@@ -271,6 +271,9 @@ def test_a_model_of_another_structure_has_another_module() -> None:
     assert ema.module is not reference
     assert len(reference) == 4
     assert all(value.equal(before[name]) for name, value in reference.state_dict().items())
+    batch = torch.ones(3, 4, requires_grad=True)
+    reference(batch).sum().backward()
+    assert batch.grad is not None
     check(ema)
 
 

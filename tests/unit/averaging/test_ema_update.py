@@ -243,6 +243,22 @@ def test_policies_of_buffers() -> None:
     assert found == {"weight": 0.0, "mean": 1.0, "copied": 4.0}
 
 
+def test_an_averaged_buffer_may_be_replaced() -> None:
+    """A forward may register another tensor of the same shape, whose values enter the average."""
+    model = model_of(0.0)
+    model.register_buffer("mean", torch.zeros(2))
+    ema = modkit.EMA(model, decay=0.5, buffers="average")
+    ema.update()
+    ema.update()
+    found = []
+    for value in (8.0, 16.0):
+        model.mean = torch.full((2,), value)
+        ema.update()
+        found.append(averaged(ema, "mean").tolist())
+
+    assert found == [[4.0, 4.0], [10.0, 10.0]]
+
+
 def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:
     """A cache that grows is followed, and writing to it afterwards does not reach the copy."""
     model = model_of(0.0)

@@ -100,6 +100,22 @@ def test_the_next_update_drops_them(buffers: Any) -> None:
     assert ends[0] == ends[1]
 
 
+@for_each("face", ["EMA", "EMACallback"])
+def test_batches_are_moved_to_the_device(face: str) -> None:
+    """The loader may yield batches that are elsewhere."""
+    moves: list[Any] = []
+
+    class Recorder(Tensor):
+        def to(self, *args: Any) -> Tensor:  # type: ignore[override]
+            moves.append(args)
+            return self.as_subclass(Tensor)
+
+    device = torch.device("cpu")
+    trained(face).update_bn([batch.as_subclass(Recorder) for batch in batches()], device)
+
+    assert moves == [(device,)] * 3
+
+
 def test_an_update_that_is_not_due_keeps_them() -> None:
     """The averaged weights are the same, so their statistics are too."""
     ema = trained(update_every=3)

@@ -78,6 +78,23 @@ def in_deallocation(frame) -> bool:
     return False
 
 
+class RaiseAtUndo:
+    """A profiler that raises where a swap is undone again, because an exception has interrupted it."""
+
+    def __init__(self) -> None:
+        self.begun = []
+
+    def __call__(self, frame, event, argument) -> None:
+        """Look at calls of the method, but for those when an object is deallocated."""
+        is_undo = event == "call" and frame.f_code is swap.Swap.undo.__code__
+        if not is_undo or in_deallocation(frame):
+            return
+        interrupted = frame.f_locals["self"]
+        if interrupted in self.begun and interrupted in swap.active_swaps:
+            raise KeyboardInterrupt("planted second")
+        self.begun.append(interrupted)
+
+
 class RaiseAtLine:
     """Raises at one of the lines of a swap that run, counted from 0; None only counts them."""
 
@@ -98,7 +115,7 @@ class RaiseAtLine:
 
     def run(self, work) -> None:
         """Call a function with this trace; what it raises is dropped with its frames."""
-        before = sys.gettrace()
+        before, profiler = sys.gettrace(), sys.getprofile()
         sys.settrace(self)
         try:
             work()
@@ -106,12 +123,14 @@ class RaiseAtLine:
             sys.settrace(before)
         finally:
             sys.settrace(before)
+            sys.setprofile(profiler)
 
 
 @for_each(
     ("make", "kind", "ending"),
     [
         (plain, KeyboardInterrupt, "normal"),
+        (plain, KeyboardInterrupt, "twice"),
         (cast, RuntimeError, "error"),
         (with_sparse_buffers, KeyboardInterrupt, "normal"),
     ],
@@ -120,7 +139,8 @@ class RaiseAtLine:
 def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     """After an exception at any line, the training weights are in the model, and the averages are kept.
 
-    At once, even if the exception of the block keeps the frames of the swap in a cycle.
+    At once, even if the exception of the block keeps the frames of the swap in a cycle, or if
+    another exception interrupts the second attempt to restore them.
     """
     model = make()
     ema = average_of(model)
@@ -128,6 +148,8 @@ def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
     averages = dense(value for _, value in ema.named_averages())
 
     def work() -> None:
+        if ending == "twice":
+            sys.setprofile(RaiseAtUndo())
         with ema.applied(), ema.applied():
             if ending == "error":
                 raise KeyError("inside")

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
@@ -155,6 +156,20 @@ def test_states_become_whole_and_split_up_again(mesh) -> None:
         found, expected = again["averages"][0][kind], state["averages"][0][kind]
         assert found.keys() == expected.keys() != set()
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_a_state_of_other_placements_is_loaded(mesh) -> None:
+    """The averages of a model that is sharded by rows go on in one that is sharded by columns."""
+    rows, columns = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    fully_shard(rows, mesh=mesh)
+    fully_shard(columns, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    source, ema = modkit.EMA(rows, decay=0.5), modkit.EMA(columns, decay=0.5)
+    source.update()
+    ema.load_state_dict(source.state_dict())
+    found = averaged(ema)
+
+    assert found.placements == (Shard(1),)
+    assert torch.equal(found.full_tensor(), averaged(source).full_tensor())
 
 
 def test_another_thread_imports_the_module(monkeypatch):
