@@ -22,13 +22,18 @@ for one in (ema, called, post_hoc, callback.ema):
 averaged.update_parameters(models[2])
 with ema.applied(), modkit.fast_inference(models[5]), torch.no_grad():
     called(models[5](torch.ones(3, 2)))
-torch.kept = [ema, called, averaged, post_hoc, callback, modkit.jit.script(models[5])]
+# As a program ends that does not leave its blocks.
+callback.on_validation_start()
+blocks = [ema.applied(), modkit.fast_inference(models[0]), modkit.fast_inference(models[5])]
+for block in blocks:
+    block.__enter__()
+torch.kept = [*blocks, ema, called, averaged, post_hoc, callback, modkit.jit.script(models[5])]
 sys.kept = [module for name, module in sys.modules.items() if name.startswith("modkit.")]
 """
 
 
 def test_objects_that_outlive_the_names_of_modkit_end_in_silence(tmp_path: Path) -> None:
-    """As an interpreter ends, models and averages are deleted without an error on stderr."""
+    """As an interpreter ends, models, averages and blocks are deleted without an error on stderr."""
     found = python(PROGRAM, tmp_path, finalize=True)
 
     assert (found.returncode, found.stderr) == (0, "")

@@ -588,7 +588,9 @@ class EMA(Generic[ModelT]):
             ValueError: If a parameter is uninitialized (lazy).
         """
         self._check_restored("EMA.store()", self.model)
-        with uninterrupted(), torch.no_grad():
+        # A copy that is made in inference mode could not be trained outside of it, nor can one be
+        # made of a DTensor there.
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             names = self._engine.names() or dict.fromkeys(named.all())
             self._stored = {name: named.tensor(name).detach().clone() for name in names}

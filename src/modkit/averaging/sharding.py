@@ -108,10 +108,13 @@ def resharded(model: torch.nn.Module) -> Generator[None]:
     it.
     """
     reshard(model.modules())
+    is_finalizing = sys.is_finalizing
     try:
         yield
     finally:
-        reshard(model.modules())
+        # If the interpreter exits in the block, the globals of this file may be gone.
+        if not is_finalizing():
+            reshard(model.modules())
 
 
 def whole(state: Any) -> Any:

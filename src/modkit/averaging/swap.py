@@ -361,8 +361,10 @@ class Swap:
         values = [value for _, _, value in self._pairs]
         for index, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
             if index in self._sharded:
-                # FSDP has a pointer of its own to the shard, so the elements are exchanged.
-                self.raws[index] = self._tensors[index].detach().clone()
+                # FSDP has a pointer of its own to the shard, so the elements are exchanged. In
+                # inference mode, a DTensor cannot be detached.
+                with torch.inference_mode(False):
+                    self.raws[index] = self._tensors[index].detach().clone()
                 self._held[index] = local_shard(self._tensors[index])
             elif value.dtype is not raw.dtype or value.device != raw.device:
                 values[index] = value.to(raw.device, raw.dtype)
@@ -402,7 +404,11 @@ class Swap:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
         return self._index.get(id(tensor))
 
-    def undo(self, registered: Registered | None = None) -> str | None:
+    def undo(
+        self,
+        registered: Registered | None = None,
+        is_finalizing: Callable[[], bool] = sys.is_finalizing,
+    ) -> str | None:
         """Restore the data, in any order of swaps; return a message if the tensors were changed.
 
         Each step may be repeated, so calling it again completes what an exception has interrupted;
@@ -411,12 +417,14 @@ class Swap:
 
         Args:
             registered: The modules as they were, to put back parameters that were replaced.
+            is_finalizing: Returns True while the interpreter exits: then nothing is undone, since
+                the globals of this file may be gone, and no model is used again.
 
         Returns:
             The message of a RuntimeError that names the first tensor that the block has changed or
             replaced; None if there is none.
         """
-        if self not in active_swaps:
+        if is_finalizing() or self not in active_swaps:
             return None
         later = active_swaps[active_swaps.index(self) + 1 :]
         try:
@@ -485,10 +493,8 @@ class _Owner:
 
     swap: Swap | None = None
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # When the interpreter exits, the globals of this file may be gone, and no model is used
-        # again.
-        if self.swap is not None and not is_finalizing():
+    def __del__(self) -> None:
+        if self.swap is not None:
             self.swap.undo()
 
 

@@ -1,5 +1,6 @@
 """Eager inference with less Python around each operation: ``fast_inference``."""
 
+import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -72,11 +73,14 @@ def fast_inference(
         used = _enter(modules, folds)
 
     # No lock while the block runs: other threads may enter and leave blocks of the same modules.
+    is_finalizing = sys.is_finalizing
     try:
         yield model
     finally:
-        with _lock:
-            _leave(used)
+        # If the interpreter exits in the block, the globals of this file may be gone.
+        if not is_finalizing():
+            with _lock:
+                _leave(used)
 
 
 def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:

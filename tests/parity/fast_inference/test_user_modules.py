@@ -252,6 +252,22 @@ def test_backward_hooks_without_gradients(impl):
     assert "module output should be a Tensor" in same_inside(scenario)[2][0][1]
 
 
+def test_keyword_arguments_of_a_module_with_hooks(impl):
+    """A module of a user that has a hook gets its keyword arguments, as the hook does."""
+
+    def scenario(scope):
+        seen = []
+        model = user_module(impl, forward=lambda self, x, *, times: x * times)
+        model.register_forward_hook(
+            lambda module, args, kwargs, result: seen.append((args, kwargs, result)),
+            with_kwargs=True,
+        )
+        with scope(model):
+            return model(3, times=5), seen, outcome(lambda: model(3))
+
+    assert differing_keys(lambda scope: dict(enumerate(scenario(scope)))) == []
+
+
 def hooks_that_a_call_adds_to_itself(scope, impl):
     """Hooks that `forward` registers run in the next call; those it removes still run in this one."""
     log, handles = [], []

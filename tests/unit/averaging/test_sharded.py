@@ -34,8 +34,9 @@ def trained(net: nn.Module, **options) -> "modkit.EMA":
     return ema
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("precision", ["fp32", "fp64", "compensated"])
-def test_the_average_of_shards_is_applied(mesh, precision) -> None:
+def test_the_average_of_shards_is_applied(mesh, precision, mode) -> None:
     """A forward inside uses the average, one after it the training weights, resharded or not."""
     net, reference = network(), network()
     fully_shard(net, mesh=mesh)
@@ -44,17 +45,23 @@ def test_the_average_of_shards_is_applied(mesh, precision) -> None:
     seen = []
     for model, average in (net, ema), (reference, plain):
         model.eval()
-        with torch.no_grad():
+        with mode():
             before = model(batch)
             with average.applied():
                 with average.applied():
                     inner = model(batch)
                 inside = model(batch)
-            seen.append([before, inner, inside, model(batch)])
+            average.store()
+            average.copy_to()
+            copied = model(batch)
+            average.restore()
+            seen.append([before, inner, inside, copied, model(batch)])
+        model(batch).sum().backward()
 
     assert all(map(torch.equal, *seen))
     assert not torch.equal(seen[0][0], seen[0][1])
-    assert torch.equal(seen[0][0], seen[0][3])
+    assert torch.equal(seen[0][1], seen[0][3])
+    assert torch.equal(seen[0][0], seen[0][4])
 
 
 def flattened(net: nn.Module, original: bool) -> nn.Module:
