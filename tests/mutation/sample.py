@@ -51,8 +51,10 @@ SOURCE = ROOT / "src" / "modkit"
 PARTS = {
     "nn": (
         "nn _tree.py",
-        "parity/module parity/hooks parity/fixes unit/test_surface.py unit/test_load_state_dict.py "
-        "unit/load",
+        (
+            "parity/module parity/hooks parity/fixes unit/test_surface.py "
+            "unit/test_load_state_dict.py unit/load"
+        ),
     ),
     "averaging": ("averaging optim", "unit/averaging parity/averaging parity/fixes"),
     "files": ("files", "unit/files unit/cli/test_convert.py unit/cli/test_inspect.py"),

@@ -339,6 +339,9 @@ class Swap:
         versions: Version counters after the exchange, by which writes of the user are detected.
     """
 
+    # While the interpreter exits, the globals of this file may be gone, and no model is used again.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __init__(self, pairs: Iterable[Pair]) -> None:
         self._pairs = list(pairs)
         # Lists of one order, that of the pairs. ``_held`` has the local shards of sharded tensors.
@@ -404,11 +407,7 @@ class Swap:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
         return self._index.get(id(tensor))
 
-    def undo(
-        self,
-        registered: Registered | None = None,
-        is_finalizing: Callable[[], bool] = sys.is_finalizing,
-    ) -> str | None:
+    def undo(self, registered: Registered | None = None) -> str | None:
         """Restore the data, in any order of swaps; return a message if the tensors were changed.
 
         Each step may be repeated, so calling it again completes what an exception has interrupted;
@@ -417,14 +416,12 @@ class Swap:
 
         Args:
             registered: The modules as they were, to put back parameters that were replaced.
-            is_finalizing: Returns True while the interpreter exits: then nothing is undone, since
-                the globals of this file may be gone, and no model is used again.
 
         Returns:
             The message of a RuntimeError that names the first tensor that the block has changed or
             replaced; None if there is none.
         """
-        if is_finalizing() or self not in active_swaps:
+        if self._is_finalizing() or self not in active_swaps:
             return None
         later = active_swaps[active_swaps.index(self) + 1 :]
         try:
