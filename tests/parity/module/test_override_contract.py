@@ -8,6 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,11 +222,11 @@ class Descriptor:
         return functools.partial(self.function, instance, owner is not None)
 
 
-# Objects that a test or a library may put in place of a function; `partial` is called as a mock is.
+# Objects that a test or a library may put in place of a function.
 REPLACEMENTS: dict[str, Any] = {
     "classmethod": classmethod,
     "descriptor": Descriptor,
-    "mock": functools.partial,
+    "mock": lambda function: mock.Mock(side_effect=function),
     "partialmethod": lambda function: functools.partialmethod(function, 1),
     "property": lambda function: property(lambda self: functools.partial(function, self)),
     "staticmethod": staticmethod,
