@@ -392,7 +392,7 @@ def test_a_later_method_calls_a_function_of_the_module(impl):
 
 @for_each("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_keeps_buffers_out_of_its_state(copied):
-    """What is not part of the state of a module is not part of that of its copies."""
+    """A buffer that is not part of the state of a module is not part of that of its copies."""
     module = MODKIT.jit.script(with_a_transient_buffer(MODKIT))
 
     assert list(copied(module).state_dict()) == ["lin.weight", "lin.bias"]
