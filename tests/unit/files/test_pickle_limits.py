@@ -88,7 +88,7 @@ WORK = {
         called(named("collections", "OrderedDict"), b"](" + b"h\1N\x86" * 25 + b"e"),
         2 + 1 + 25 * (1002 + 1000 + 1),
     ),
-    # Strings in an identifier, and the tuples around them.
+    # The identifier is the tuple in two others, and all three are hashed.
     "identifiers": (b"h\1\x85\x85Q" * 17, 17 * (1002 + 1001 + 1000)),
 }
 
