@@ -57,8 +57,7 @@ SMOKE = (
     ),
     *("tests/unit/averaging/test_ema_update.py", "tests/unit/averaging/test_ema_swap.py"),
     *("tests/unit/files/test_checkpoint_files.py", "tests/unit/files/test_atomic_write.py"),
-    *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_cli.py"),
-    "tests/unit/cli/test_inspect.py",
+    *("tests/parity/jit/test_defects.py", "tests/unit/cli/test_inspect.py"),
 )
 # Tests of code that reads and writes files, or uses signals.
 PORTABLE = (
