@@ -69,7 +69,7 @@ CAST = r"(?<=\bcast\()(\"[^\"]*\"|None)"
 # A forked process cannot use the threads of the one before, so tests of torch.compile are left out,
 # and so are those of faults, in processes of their own, which do not have the mutant.
 LEFT_OUT = "not inductor and not test_write_faults"
-# The names of tests of torch.compile have this word, except those of the room of another compiler.
+# Tests of torch.compile have this word in their names; in the part jit it means TorchScript.
 LEFT_OUT_BUT_IN_JIT = "not compile"
 # Seconds: of a test that is run, which may have many cases, and without a test that ends.
 SLOW, LIMIT = 15.0, 60.0

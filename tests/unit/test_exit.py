@@ -22,7 +22,7 @@ for one in (ema, called, post_hoc, callback.ema):
 averaged.update_parameters(models[2])
 with ema.applied(), modkit.fast_inference(models[5]), torch.no_grad():
     called(models[5](torch.ones(3, 2)))
-# As a program ends that does not leave its blocks.
+# The program ends inside these blocks.
 callback.on_validation_start()
 blocks = [ema.applied(), modkit.fast_inference(models[0]), modkit.fast_inference(models[5])]
 for block in blocks:

@@ -537,7 +537,7 @@ def test_a_table_of_another_class_stays(impl):
 
 
 def test_layers_of_several_inputs(impl):
-    """They take what torch's layers take, by position and by name."""
+    """Layers with several inputs take them by position and by name, and raise torch's errors."""
     first, second = torch.rand(2, 3), torch.rand(2, 3)
     for layer in (impl.nn.CosineSimilarity(), impl.nn.PairwiseDistance(), impl.nn.L1Loss()):
         names = [*inspect.signature(layer.forward).parameters]

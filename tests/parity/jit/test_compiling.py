@@ -73,7 +73,7 @@ def test_methods_of_every_annotation_run(impl):
     ids=["optimize", "example_inputs"],
 )
 def test_options_without_an_effect_warn(impl, options, text):
-    """One option has none anymore, the other needs a package; the module is compiled all the same."""
+    """The module is compiled without them: one is deprecated, the other one needs MonkeyType."""
     if "monkeytype" in text and importlib.util.find_spec("monkeytype"):
         pytest.skip("MonkeyType is installed")
     layer = impl.nn.Linear(2, 2)

@@ -126,7 +126,7 @@ def test_a_deep_copy_keeps_the_class_and_what_is_in_python(impl):
 
 
 def test_a_module_can_be_copied_by_its_constructor(impl):
-    """A deep copy of what is not compiled yet has the class, and tensors of its own."""
+    """A deep copy of a module that is not compiled yet has its class, and tensors of its own."""
     copies = []
 
     class Net(impl.jit.ScriptModule):

@@ -325,7 +325,7 @@ NET, BATCH = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
     ids=["script", "trace", "trace_module", "save", "load"],
 )
 def test_the_notice_names_what_was_called_first(monkeypatch, name, arguments):
-    """It names the function, in the caller's file, whatever comes of the call; then nothing warns."""
+    """It has the name of the function and the file of the caller, and the next call does not warn."""
     call = getattr(jit, name)
     monkeypatch.setattr(_upstream, "_given", set())
     with warnings.catch_warnings(record=True) as caught:
