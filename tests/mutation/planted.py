@@ -483,6 +483,20 @@ _AVERAGING: Final = [
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
+        "swap: what is left of a computed weight that the block has ended",
+        "averaging/swap.py",
+        "            _refill(before.module._buffers, before.buffers)\n",
+        "",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
+        "swap: the hook of a mask or norm that the block has removed",
+        "averaging/swap.py",
+        "            before.module._forward_pre_hooks.update(before.hooks)\n",
+        "",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
         "swap: it is registered after its first write",
         "averaging/swap.py",
         "        active_swaps.append(self)\n        self._exchange(values)\n",

@@ -203,6 +203,9 @@ class _Before(NamedTuple):
     kind: type
     parameters: dict[str, Any]
     children: dict[str, Any]
+    buffers: dict[str, Any]
+    transient: set[str]
+    hooks: dict[int, Any]
 
 
 class Registered:
@@ -210,7 +213,8 @@ class Registered:
 
     Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
     assignments put other objects into a model. A swap restores the data of tensors, so its tensors
-    have to be there. Buffers that are not swapped may be replaced, as forwards do.
+    have to be there. Buffers that are not swapped may be replaced, as forwards do, unless their
+    module has to be put back.
 
     Args:
         named: The tensors and modules of the model.
@@ -228,11 +232,16 @@ class Registered:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            parameters, children = module._parameters, module._modules
-            self._before.append(_Before(module, type(module), dict(parameters), dict(children)))
+            parameters, children, buffers = module._parameters, module._modules, module._buffers
+            members = dict(parameters), dict(children), dict(buffers)
+            transient = set(module._non_persistent_buffers_set)
+            # A hook that can be removed computes a tensor: torch's pruning is one, and so is the
+            # older kind of weight and spectral norm.
+            pre_hooks = module._forward_pre_hooks.items()
+            hooks = {key: hook for key, hook in pre_hooks if hasattr(hook, "remove")}
+            self._before.append(_Before(module, type(module), *members, transient, hooks))
             tables += (parameters, children)
 
-            buffers = module._buffers
             swapped = [(module, k, b) for k, b in buffers.items() if id(b) in self._names]
             self._buffers += swapped
             if swapped:
@@ -276,6 +285,11 @@ class Registered:
             first_name = name
             _refill(before.module._parameters, before.parameters)
             _refill(before.module._modules, before.children)
+            # Removing a parametrization without gradients leaves the computed tensor as a buffer,
+            # and removing a mask takes its buffer and its hook away.
+            _refill(before.module._buffers, before.buffers)
+            _refill(before.module._non_persistent_buffers_set, before.transient)
+            before.module._forward_pre_hooks.update(before.hooks)
             for key in before.parameters:
                 # A plain tensor that took the place of the parameter would hide it.
                 before.module.__dict__.pop(key, None)
@@ -319,7 +333,7 @@ class Registered:
         return [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
 
 
-def _refill(table: Any, members: Mapping[str, Any]) -> None:
+def _refill(table: Any, members: Iterable[Any]) -> None:
     table.clear()
     table.update(members)
 

@@ -8,6 +8,8 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn import utils
+from torch.nn.utils import prune
 
 import modkit
 from modkit.errors import NameMismatchError
@@ -431,24 +433,50 @@ def test_what_has_no_average_may_change() -> None:
     assert net[1].running_mean.eq(7).all()
 
 
-def test_removed_parametrizations_are_put_back() -> None:
-    """The computed weight works as before, and the parameters behind it have the training weights."""
+# How a layer computes its weight, and how that is ended. Hooks do it, except in the first one.
+COMPUTES = {
+    "parametrization": (
+        utils.parametrizations.weight_norm,
+        lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
+    ),
+    "weight_norm": (utils.weight_norm, utils.remove_weight_norm),
+    "spectral_norm": (utils.spectral_norm, utils.remove_spectral_norm),
+    "mask": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 2),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@for_each("kind", COMPUTES)
+@for_each("policy", ["copy", "average", "ignore"])
+@for_each("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_computed_weight_is_put_back(kind, policy, grad_mode) -> None:
+    """It is computed as before; nothing that took its place is left, and nothing of it is missing."""
+    compute, end = COMPUTES[kind]
     net = network()
-    torch.nn.utils.parametrizations.weight_norm(net[0])
-    ema = half(net)
-    before = state_of(net)
+    compute(net[0])
+    net[0].register_buffer("cache", torch.ones(2), persistent=False)
+    ema = half(net, buffers=policy)
     batch = torch.ones(3, 4)
     expected = net.eval()(batch)
+    before, buffers = state_of(net), dict(net.named_buffers())
 
-    def remove() -> None:
-        with ema.applied():
-            torch.nn.utils.parametrize.remove_parametrizations(net[0], "weight")
+    def work() -> None:
+        with grad_mode(), ema.applied():
+            end(net[0])
+            del net[0].cache
 
-    with pytest.raises(RuntimeError, match=r"parametrizations.weight.original0.* was replaced"):
-        remove()
+    with pytest.raises(RuntimeError, match=r"0\.\S*weight\S* or its module, was replaced"):
+        work()
 
     assert same_state(net, before)
+    assert {name: id(b) for name, b in net.named_buffers()} == {
+        n: id(b) for n, b in buffers.items()
+    }
     assert torch.equal(net(batch), expected)
+    ema.update()
 
 
 # --- between copy_to() and restore() ------------------------------------------------------------
