@@ -485,14 +485,14 @@ _AVERAGING: Final = [
     Bug(
         "swap: what is left of a computed weight that the block has ended",
         "averaging/swap.py",
-        "            _refill(before.module._buffers, before.buffers)\n",
-        "",
+        '    "_buffers": dict,\n    "_non_persistent',
+        '    "_non_persistent',
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
         "swap: the hook of a mask or norm that the block has removed",
         "averaging/swap.py",
-        "            before.module._forward_pre_hooks.update(before.hooks)\n",
+        "    module._forward_pre_hooks.update(before.hooks)\n",
         "",
         _EMA + "/test_ema_swap.py",
     ),

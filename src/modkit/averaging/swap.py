@@ -196,16 +196,31 @@ def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     deque(map(_set_data, tensors, values), maxlen=0)
 
 
+# What is put back into a module, and its type.
+_PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "_parameters": dict,
+    "_buffers": dict,
+    "_non_persistent_buffers_set": set,
+    "_modules": dict,
+}
+
+
 class _Before(NamedTuple):
     """A module as it was when a swap was prepared."""
 
     module: torch.nn.Module
     kind: type
-    parameters: dict[str, Any]
-    children: dict[str, Any]
-    buffers: dict[str, Any]
-    transient: set[str]
+    tables: dict[str, Any]
     hooks: dict[int, Any]
+
+
+def _computing_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Return the hooks that compute a tensor: of pruning, and the older weight and spectral norm.
+
+    Torch tells them by a method ``remove``, which ends the computation.
+    """
+    hooks = module._forward_pre_hooks.items()
+    return {key: hook for key, hook in hooks if hasattr(hook, "remove")}
 
 
 class Registered:
@@ -225,34 +240,25 @@ class Registered:
         self._names = {id(tensor): name for name, tensor, _ in pairs}
         self._before: list[_Before] = []
         self._recurrent = [each for each in named.modules if isinstance(each, torch.nn.RNNBase)]
-        tables: list[Any] = []
-        # The module of each swapped buffer, its key and the buffer.
-        self._buffers: list[tuple[torch.nn.Module, str, Any]] = []
+        watched: list[Any] = []
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if isinstance(module, torch.jit.ScriptModule):
                 continue
-            parameters, children, buffers = module._parameters, module._modules, module._buffers
-            members = dict(parameters), dict(children), dict(buffers)
-            transient = set(module._non_persistent_buffers_set)
-            # A hook that can be removed computes a tensor: torch's pruning is one, and so is the
-            # older kind of weight and spectral norm.
-            pre_hooks = module._forward_pre_hooks.items()
-            hooks = {key: hook for key, hook in pre_hooks if hasattr(hook, "remove")}
-            self._before.append(_Before(module, type(module), *members, transient, hooks))
-            tables += (parameters, children)
+            tables = {name: copied(getattr(module, name)) for name, copied in _PUT_BACK.items()}
+            hooks = _computing_hooks(module)
+            self._before.append(_Before(module, type(module), tables, hooks))
 
-            swapped = [(module, k, b) for k, b in buffers.items() if id(b) in self._names]
-            self._buffers += swapped
-            if swapped:
-                tables.append(buffers)
-        self._members = Snapshot(table for table in tables if table)
+            watched += (module._parameters, module._modules)
+            if any(id(buffer) in self._names for buffer in module._buffers.values()):
+                watched.append(module._buffers)
+        self._members = Snapshot(table for table in watched if table)
         self._tables = Tables(named.states)
 
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
-        parametrized = [row.kind for row in self._before if "parametrizations" in row.children]
-        self._classes = [(kind, dict(vars(kind))) for kind in parametrized]
+        kinds = [row.kind for row in self._before if "parametrizations" in row.tables["_modules"]]
+        self._classes = [(kind, dict(vars(kind))) for kind in kinds]
 
     def compact(self) -> None:
         """Give recurrent layers on CUDA averaged weights in one piece, as cuDNN wants them.
@@ -280,39 +286,22 @@ class Registered:
         # From the leaves up, so that a child that was removed has its own members back.
         for before in reversed(self._before):
             name = self._replaced_in(before)
-            if name is None:
-                continue
-            first_name = name
-            _refill(before.module._parameters, before.parameters)
-            _refill(before.module._modules, before.children)
-            # Removing a parametrization without gradients leaves the computed tensor as a buffer,
-            # and removing a mask takes its buffer and its hook away.
-            _refill(before.module._buffers, before.buffers)
-            _refill(before.module._non_persistent_buffers_set, before.transient)
-            before.module._forward_pre_hooks.update(before.hooks)
-            for key in before.parameters:
-                # A plain tensor that took the place of the parameter would hide it.
-                before.module.__dict__.pop(key, None)
-            before.module.__class__ = before.kind
+            if name is not None:
+                first_name = name
+                _put_back(before)
 
         if first_name is not None:
             for kind, members in self._classes:
                 for name in members.keys() - vars(kind).keys():
                     setattr(kind, name, members[name])
-
-        for module, key, buffer in self._buffers:
-            if module._buffers.get(key) is not buffer:
-                module._buffers[key] = buffer
-                first_name = first_name or self._names[id(buffer)]
         return first_name
 
     def _replaced_in(self, before: _Before) -> str | None:
-        """Return the first swapped parameter that a module, or a child of it, no longer has."""
-        module = before.module
-        tables = (module._parameters, before.parameters), (module._modules, before.children)
-        for table, members in tables:
-            for key, member in members.items():
-                if member is None or table.get(key) is member:
+        """Return the first swapped tensor that a module, or a child of it, no longer has."""
+        for table in ("_parameters", "_modules", "_buffers"):
+            current = getattr(before.module, table)
+            for key, member in before.tables[table].items():
+                if member is None or current.get(key) is member:
                     continue
                 # A module without swapped parameters may be replaced, as an adapter without an
                 # average is.
@@ -322,20 +311,32 @@ class Registered:
         return None
 
     def _names_in(self, member: Any) -> list[str]:
-        """Return the names of swapped parameters: of one, or of all that were below a module."""
+        """Return the names of swapped tensors: of one, or of all parameters below a module."""
         tensors = [member]
         if isinstance(member, torch.nn.Module):
             below = set(map(id, member.modules()))
             tensors = []
             for before in self._before:
                 if id(before.module) in below:
-                    tensors += before.parameters.values()
+                    tensors += before.tables["_parameters"].values()
         return [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
 
 
-def _refill(table: Any, members: Iterable[Any]) -> None:
-    table.clear()
-    table.update(members)
+def _put_back(before: _Before) -> None:
+    """Give a module the members that it had, and the hooks that compute tensors."""
+    module = before.module
+    for table, members in before.tables.items():
+        current = getattr(module, table)
+        current.clear()
+        current.update(members)
+        for key in members:
+            # A plain tensor that took the place of the member would hide it.
+            module.__dict__.pop(key, None)
+
+    for key in _computing_hooks(module).keys() - before.hooks.keys():
+        del module._forward_pre_hooks[key]
+    module._forward_pre_hooks.update(before.hooks)
+    module.__class__ = before.kind
 
 
 class Swap:

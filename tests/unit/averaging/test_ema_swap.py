@@ -376,6 +376,12 @@ def fuse(net: nn.Module) -> None:
     net[1] = nn.Identity()
 
 
+def hide(net: nn.Module) -> None:
+    """Put a plain tensor in the place of a buffer."""
+    del net[1].running_var
+    net[1].running_var = torch.ones(6)
+
+
 REPLACES = {
     "assign": lambda net: setattr(net[0], "weight", nn.Parameter(torch.zeros(6, 4))),
     "load": load_by_assignment,
@@ -384,6 +390,10 @@ REPLACES = {
     "parametrize": lambda net: torch.nn.utils.parametrizations.weight_norm(net[0]),
     "cast": nn.Module.double,
     "buffer": lambda net: setattr(net[1], "running_var", torch.ones(6)),
+    "transient": lambda net: delattr(net[1], "cache"),
+    "hide": hide,
+    "mask": lambda net: prune.l1_unstructured(net[0], "weight", 2),
+    "norm": lambda net: utils.spectral_norm(net[0]),
 }
 
 
@@ -393,8 +403,11 @@ REPLACES = {
 def test_replaced_members_are_put_back(change, ending, policy) -> None:
     """A block that replaces, or casts, what a model holds ends with an error, and it is as before."""
     net = network()
+    net[1].register_buffer("cache", torch.ones(2), persistent=False)
     ema = half(net, buffers=policy)
-    net(torch.randn(5, 4))
+    batch = torch.randn(5, 4)
+    net(batch)
+    expected = copy.deepcopy(net).eval()(batch)
     before, average = state_of(net), state_of(ema.averaged_model())
     kept = [*net.parameters(), *net.buffers()]
     modules = list(net.modules())
@@ -410,12 +423,17 @@ def test_replaced_members_are_put_back(change, ending, policy) -> None:
     texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
     net.train()
 
-    told = "'ignore'" if change in {"cast", "buffer"} else "was replaced inside applied()"
+    told = (
+        "'ignore'"
+        if change in {"cast", "buffer", "transient", "hide"}
+        else "was replaced inside applied()"
+    )
     assert any(told in text for text in texts) or sys.version_info < (3, 11)
     assert list(map(id, net.modules())) == list(map(id, modules))
     assert list(map(id, [*net.parameters(), *net.buffers()])) == list(map(id, kept))
     assert same_state(net, before)
     assert same_state(ema.averaged_model(), average)
+    assert torch.equal(net.eval()(batch), expected)
     ema.update()
 
 
