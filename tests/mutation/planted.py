@@ -497,6 +497,13 @@ _AVERAGING: Final = [
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
+        "compat: a test that ends its process with the status of passed tests",
+        "compat/suite.py",
+        "(status in _RAN and record.finished)",
+        "status in _RAN",
+        "tests/unit/compat/test_suite.py",
+    ),
+    Bug(
         "swap: it is registered after its first write",
         "averaging/swap.py",
         "        active_swaps.append(self)\n        self._exchange(values)\n",

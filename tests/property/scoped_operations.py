@@ -20,6 +20,8 @@ from tests.property.tree_operations import changes_original
 from tests.property.trees import TensorSpec
 
 
+# Names of the two parameters behind a weight that `weight_norm` computes, new kind and old.
+OF_WEIGHT_NORM: Final = ("original0", "original1", "_g", "_v")
 TABLES: Final = choices.sampled_from(["_parameters", "_buffers", "_modules", "_modules"])
 # Which of the layers that fit into the tree.
 LAYERS: Final = choices.integers(0, 99)
@@ -106,10 +108,13 @@ def delete_attribute(side: Any, module: Any, name: str) -> None:
 )
 def write_tensor(side: Any, module: Any, number: int, way: str) -> None:
     """Change the values of a parameter or buffer in place, or exchange its data."""
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [*module.named_parameters(), *module.named_buffers()]
     if not tensors:
         raise Skipped
-    tensor = tensors[number % len(tensors)]
+    name, tensor = tensors[number % len(tensors)]
+    # Torch reads behind the end of a norm that has fewer elements than the weight has rows.
+    if way == "data of another shape" and name.endswith(OF_WEIGHT_NORM):
+        raise Skipped
     with torch.no_grad():
         if way == "add":
             tensor.add_(1)

@@ -101,8 +101,9 @@ class EMA(Generic[ModelT]):
             predicate, or ``buffers`` is neither a policy nor a dict.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay
             is outside of [0, 1], a number of steps is too small, an option is not one of its
-            values, ``seed`` is not an int of at most 64 bits, no parameter is selected, or a glob
-            other than ``"*"`` matches no name; for a lazy model the first update checks the globs.
+            values, ``device`` is meta, ``seed`` is not an int of at most 64 bits, no parameter is
+            selected, or a glob other than ``"*"`` matches no name; for a lazy model the first
+            update checks the globs.
         RuntimeError: If torch does not know ``device``, or a module of the model contains itself.
 
     Warns:
@@ -827,7 +828,7 @@ class EMA(Generic[ModelT]):
 
         Raises:
             ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too
-                narrow.
+                narrow, or ``device`` is meta, where values would be lost.
             NameMismatchError: If names or shapes of the model have changed.
             RuntimeError: If torch does not know the device, or it has too little memory.
 

@@ -144,8 +144,8 @@ class Options:
     Raises:
         TypeError: If names are neither globs nor a predicate, or ``buffers`` is neither a policy
             nor a dict.
-        ValueError: If an option is not one of its values, or ``seed`` is not an int of at most 64
-            bits.
+        ValueError: If an option is not one of its values, ``device`` is meta, or ``seed`` is not an
+            int of at most 64 bits.
     """
 
     include: Names = None
@@ -173,6 +173,11 @@ class Options:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        if self.device is not None and self.device.type == "meta":
+            raise ValueError(
+                f"{self.owner}: device is meta, where averages would have no values. Pass another "
+                "one, or None for that of each parameter. Nothing has been changed."
+            )
 
         # Torch says what a seed is; the generators are made later, one for each device.
         try:

@@ -104,6 +104,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _write(collected=len(session.items))
 
 
+# Before the user's own hook, which may end the process.
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Record the end of the tests, which a process that a test ends does not reach."""
+    # A worker of pytest-xdist ends before the process that started it.
+    if not hasattr(session.config, "workerinput"):
+        _write(finished=True)
+
+
 def pytest_runtest_logstart(nodeid: str) -> None:
     """Record the start of a test, so that a crash of the process names its test."""
     _write(test=neutral(nodeid))

@@ -141,12 +141,13 @@ class Suite:
 
 
 class Recorded(NamedTuple):
-    """The records of all processes of a run."""
+    """The records of all processes of a run; ``finished`` if pytest ended by itself."""
 
     outcomes: Outcomes
     tracebacks: dict[str, str]
     swapped: set[str]
     collected: int
+    finished: bool
 
 
 class TestResult(NamedTuple):
@@ -200,8 +201,8 @@ def recorded(folder: Path) -> Recorded:
     Returns:
         The merged records. The number of collected tests is the largest of any process.
     """
-    record = Recorded({}, {}, set(), 0)
-    collected = 0
+    record = Recorded({}, {}, set(), 0, finished=False)
+    collected, finished = 0, False
     for file in sorted(folder.glob("*.jsonl")):
         for text in file.read_text(encoding="utf-8").splitlines():
             try:
@@ -212,6 +213,8 @@ def recorded(folder: Path) -> Recorded:
                 record.swapped.add(line["swapped"])
             elif "collected" in line:
                 collected = max(collected, line["collected"])
+            elif "finished" in line:
+                finished = True
             elif "outcome" in line:
                 test = line["test"]
                 outcome = Outcome(line["outcome"], line.get("raised", ""), line.get("text", ""))
@@ -220,7 +223,7 @@ def recorded(folder: Path) -> Recorded:
             else:
                 # The start of a test. Its outcome replaces this, if the process gets so far.
                 record.outcomes.setdefault(line["test"], Outcome("cut off"))
-    return record._replace(collected=collected)
+    return record._replace(collected=collected, finished=finished)
 
 
 def run(
@@ -266,8 +269,9 @@ def run(
         before = len(recorded(folder).outcomes)
         status = _wait(command, suite, environment, folder, progress)
         record = recorded(folder)
-        # Tests that are repeated may also crash: what has no outcome counts as not run.
-        if status in _RAN or tests:
+        # Tests that are repeated may also crash: what has no outcome counts as not run. A test that
+        # ends its process may choose a status of pytest.
+        if status is None or (status in _RAN and record.finished) or tests:
             return record
         # After a crash in the last test, no test is left.
         if before and status == _NO_TESTS:
@@ -284,8 +288,8 @@ def _wait(
     environment: Mapping[str, str],
     folder: Path,
     progress: Callable[[float], object],
-) -> int:
-    """Run a command to its end or its time limit, and return its exit status."""
+) -> int | None:
+    """Run a command to its end, and return its exit status; None at its time limit."""
     started = time.monotonic()
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         # A session of its own, so that the processes which tests start end with it.
@@ -308,8 +312,8 @@ def _wait(
                     record = recorded(folder)
                     progress(len(record.outcomes) / max(record.collected, 1))
                 if suite.seconds is not None and time.monotonic() - started > suite.seconds:
-                    # As if tests had failed, so that those that ran are compared.
-                    return 1
+                    # The tests that ran are compared.
+                    return None
         finally:
             _end(process)
 

@@ -262,7 +262,7 @@ def test_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crash", ["os.abort()", "os._exit(3)"])
+@pytest.mark.parametrize("crash", ["os.abort()", "os._exit(3)", "os._exit(0)"])
 def test_a_crash_in_the_last_test(crash, project):
     """Nothing is left to run after it, and the tests before it are compared."""
     text = CRASHES.partition("def test_last")[0].replace("os.abort()", crash)
@@ -275,13 +275,16 @@ def test_a_crash_in_the_last_test(crash, project):
 
 
 @pytest.mark.slow
-def test_a_crash(project):
+@pytest.mark.parametrize(
+    ("crash", "cause"), [("os.abort()", "signal 6"), ("os._exit(0)", "status 0")]
+)
+def test_a_crash(crash, cause, project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
-    (project / "tests/test_network.py").write_text(CRASHES)
+    (project / "tests/test_network.py").write_text(CRASHES.replace("os.abort()", crash))
     stopped = invoke("compat", "--tests", "tests/test_network.py")
 
     assert stopped.exit_code == 2
-    assert "ended with signal 6 in tests/test_network.py::test_crashes" in stopped.stderr
+    assert f"ended with {cause} in tests/test_network.py::test_crashes" in stopped.stderr
     assert "--keep-going runs the other tests" in stopped.stderr
 
     (project / "tests/test_broken.py").write_text("import nowhere_at_all\n")
@@ -293,6 +296,17 @@ def test_a_crash(project):
         "modkit": {**counts, "failed": 1, "passed": 1},
     }
     assert [result.test for result in report.differing] == ["tests/test_network.py::test_first"]
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_after_its_tests(project):
+    """Some projects leave out the end of the interpreter, which their libraries do not survive."""
+    (project / "tests/conftest.py").write_text(
+        "import os\ndef pytest_sessionfinish(exitstatus):\n    os._exit(exitstatus)\n"
+    )
+    report = compare_suite(Suite(["tests"], [project]))
+
+    assert report.counts["torch"]["passed"] > 0
 
 
 WAITS = """
