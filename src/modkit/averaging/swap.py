@@ -196,7 +196,7 @@ def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     deque(map(_set_data, tensors, values), maxlen=0)
 
 
-# What is put back into a module, and its type.
+# The tables that are put back into a module, and how each is copied.
 _PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
     "_parameters": dict,
     "_buffers": dict,

@@ -298,6 +298,21 @@ def test_a_crash(crash, cause, project):
     assert [result.test for result in report.differing] == ["tests/test_network.py::test_first"]
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_process_that_a_test_ends(status, tmp_path, monkeypatch):
+    """Its status may be one of pytest, so the record of the end is what counts."""
+    records = tmp_path / "records"
+
+    def start(*_: object) -> int:
+        (records / "1.jsonl").write_text('{"test": "test_a.py::test_b"}\n')
+        (records / "log.txt").write_text("")
+        return status
+
+    monkeypatch.setattr(suites, "_wait", start)
+    with pytest.raises(SuiteError, match=rf"status {status} in test_a.py::test_b; --keep-going"):
+        suites.run(Suite(["tests"], [tmp_path]), swap=False, folder=records)
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_after_its_tests(project):
     """Some projects leave out the end of the interpreter, which their libraries do not survive."""
