@@ -193,6 +193,13 @@ _NN: Final = [
         _MODULE + "/test_traversal.py",
     ),
     Bug(
+        "traversal: the second name of a layer, after another was deleted",
+        "nn/_traversal.py",
+        "if type(below) is dict else _Children(below)",
+        "if type(below) is dict else _values(below)",
+        _MODULE + "/test_traversal.py",
+    ),
+    Bug(
         "traversal: the path to an override, by one off",
         "nn/_traversal.py",
         "name = names[-1 - left]",

@@ -71,7 +71,9 @@ def to(side: Any, module: Any, form: Any) -> bool:
     """Convert by one of the forms of `to`."""
     refuse_tied_buffers(side)
     args, kwargs = form
-    if "memory_format" in kwargs and any(t.dim() == 5 for t in module.state_dict().values()):
+    if "memory_format" in kwargs and any(
+        tensor.dim() == 5 for tensor in (*module.parameters(), *module.buffers())
+    ):
         raise Skipped  # torch refuses tensors of other ranks than the format's, a listed difference
     return module.to(*args, **kwargs) is module
 

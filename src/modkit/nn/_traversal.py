@@ -220,14 +220,39 @@ def _values(table: Any) -> Iterator[Any]:
     return iter(table.values()) if type(table) is dict else map(_VALUE, table.items())
 
 
+class _Children:
+    """An iterator over the children in a table of another class than dict, as :func:`_values`.
+
+    ``name`` is that of the latest child. Deleting a layer of a Sequential leaves such a table.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self._items = iter(table.items())
+        self.name = ""
+
+    def __iter__(self) -> "_Children":
+        return self
+
+    def __next__(self) -> Any:
+        self.name, child = next(self._items)
+        return child
+
+
+def _children_of(table: Any) -> Iterator[torch.nn.Module | None]:
+    """Return an iterator over the values of a table of children, from which names can be told."""
+    return iter(table.values()) if type(table) is dict else _Children(table)
+
+
 def _name_at(parent: torch.nn.Module, children: object, below: torch.nn.Module) -> str:
     """Return the name of the child ``below``, which the iterator ``children`` has just returned.
 
     A child may have several names, so the position of the iterator decides, if it is known.
     """
+    if isinstance(children, _Children):
+        return children.name
     names = [*parent._modules]
     left = length_hint(children, -1)
-    # A dict that has changed, and one of another class, give no such hint.
+    # A dict that has changed gives no such hint.
     name = names[-1 - left] if 0 <= left < len(names) else ""
     for candidate in (name, *names):
         if parent._modules.get(candidate) is below:
@@ -268,7 +293,7 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     standard = _NamedModulesClasses()
 
     parents = [module]
-    stack = [_values(module._modules)]
+    stack = [_children_of(module._modules)]
     while stack:
         for child in stack[-1]:
             if child is None:
@@ -296,8 +321,8 @@ def _standard_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
             below = child._modules
             if below:
                 parents.append(child)
-                # ``_values`` written out for most.
-                stack.append(iter(below.values()) if type(below) is dict else _values(below))
+                # ``_children_of`` written out for most.
+                stack.append(iter(below.values()) if type(below) is dict else _Children(below))
                 break
         else:
             stack.pop()

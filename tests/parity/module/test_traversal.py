@@ -344,6 +344,19 @@ def test_modules_names_an_override_below_children_without_names(impl, names) -> 
     assert prefixes[0] == prefixes[1] == ".".join([*names, "own"]).lstrip(".")
 
 
+def test_modules_names_an_override_that_has_two_names(impl: Implementation) -> None:
+    """Each name is told, also of a Sequential whose layers were deleted: its table is another one."""
+    prefixes: list[str] = []
+    shared = override(impl, prefixes)()
+    model = impl.nn.Sequential(impl.nn.Tanh(), shared, impl.nn.Tanh(), shared)
+    del model[0]
+    root = impl.Module()
+    root.layers = model
+    list(root.modules())
+
+    assert prefixes == ["layers.0", "layers.2"]
+
+
 def test_a_table_is_read_by_its_items(impl) -> None:
     """The tables of a module may be replaced by others, which decide what they hold and in which order."""
 
