@@ -404,8 +404,14 @@ def refuse_keys_below_none(side: Any) -> None:
     """Skip a load with keys that may belong to a child that is None.
 
     Those of a child with a dot in its name may. Modkit alone reports them, a listed difference. Nor
-    may a plain tensor stand among the parameters: a load that is refused anyway does not come to it.
+    may a plain tensor stand among the parameters, or a child answer for the name of a tensor, which
+    torch then refuses to assign: a load that is refused anyway does not come to it.
     """
+    for _, place in positions(side.model):
+        names = {*place._parameters, *place._buffers}
+        of_children = (getattr(child, "__dict__", {}).keys() for child in place._modules.values())
+        if "__getattr__" in vars(type(place)) and any(names & keys for keys in of_children):
+            raise Skipped
     tensors = [p for _, place in positions(side.model) for p in place._parameters.values()]
     if not all(p is None or isinstance(p, torch.nn.Parameter) for p in tensors):
         raise Skipped

@@ -214,6 +214,8 @@ def _load_from_state_dict(
         for hook in tuple(self._load_state_dict_pre_hooks.values()):
             hook(state_dict, prefix, local_metadata, strict, *lists)
 
+    # An assignment that a class refuses deletes the tensor that was there.
+    names = own_names(self)
     missing: list[str] = []
     if self._parameters or self._buffers:
         checked: list[Entry | str] = []
@@ -233,7 +235,7 @@ def _load_from_state_dict(
     if strict:
         missing_keys += missing
         if state_dict:
-            unexpected_keys += _unexpected(self, state_dict, prefix, own_names(self))
+            unexpected_keys += _unexpected(self, state_dict, prefix, names)
     return None
 
 

@@ -217,6 +217,37 @@ def test_assign_of_odd_values(call):
     assert same(scenario)[0] == "returned"
 
 
+def test_an_assignment_that_is_refused_leaves_the_names_known():
+    """It deletes the buffer that was there, but the key of it is not unexpected."""
+
+    def scenario(impl):
+        class Answers(impl.Module):
+            """A class that has an attribute of every name, so no parameter can be registered."""
+
+            complete = False
+
+            def __getattr__(self, name):
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    if self.complete:
+                        return name
+                    raise
+
+        module = Answers()
+        module.register_buffer("scale", torch.ones(1))
+        module.complete = True
+        # Where a hook takes part, the tensors are loaded one after the other.
+        module.register_load_state_dict_pre_hook(lambda *_: None)
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        module.load_state_dict({"scale": parameter, "other": parameter}, assign=True)
+
+    kind, *error = same(scenario)
+    assert kind == "raised"
+    assert "already exists" in str(error)
+    assert 'Unexpected key(s) in state_dict: "other". ' in str(error)
+
+
 def test_assign_goes_through_setattr(impl: Implementation) -> None:
     """Assigned tensors are set as attributes, so an override of ``__setattr__`` sees them."""
     log = []
