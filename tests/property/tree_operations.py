@@ -400,6 +400,14 @@ def is_assignment(entry: Any) -> bool:
     return (entry[1] if kind in {"late", "patched"} else kind) in ASSIGNMENTS
 
 
+def own_attributes(module: Any) -> set[str]:
+    """Return the attributes of an instance, without members, which a block of fast_inference adds."""
+    if not isinstance(module, torch.nn.Module):
+        return set()
+    members = {*module._parameters, *module._buffers, *module._modules}
+    return {*vars(module)} - members
+
+
 def refuse_keys_below_none(side: Any) -> None:
     """Skip a load with keys that may belong to a child that is None.
 
@@ -409,8 +417,9 @@ def refuse_keys_below_none(side: Any) -> None:
     """
     for _, place in positions(side.model):
         names = {*place._parameters, *place._buffers}
-        of_children = (getattr(child, "__dict__", {}).keys() for child in place._modules.values())
-        if "__getattr__" in vars(type(place)) and any(names & keys for keys in of_children):
+        if "__getattr__" in vars(type(place)) and any(
+            names & own_attributes(child) for child in place._modules.values()
+        ):
             raise Skipped
     tensors = [p for _, place in positions(side.model) for p in place._parameters.values()]
     if not all(p is None or isinstance(p, torch.nn.Parameter) for p in tensors):
