@@ -215,7 +215,7 @@ def _load_from_state_dict(
             hook(state_dict, prefix, local_metadata, strict, *lists)
 
     # An assignment that a class refuses deletes the tensor that was there.
-    names = own_names(self)
+    names = own_names(self) if state_dict else set[str]()
     missing: list[str] = []
     if self._parameters or self._buffers:
         checked: list[Entry | str] = []
