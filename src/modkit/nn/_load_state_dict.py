@@ -214,10 +214,12 @@ def _load_from_state_dict(
         for hook in tuple(self._load_state_dict_pre_hooks.values()):
             hook(state_dict, prefix, local_metadata, strict, *lists)
 
-    # An assignment that a class refuses deletes the tensor that was there.
-    names = own_names(self) if state_dict else set[str]()
+    names: set[str] = set()
     missing: list[str] = []
     if self._parameters or self._buffers:
+        # Before the first write: an assignment that a class refuses deletes the tensor that was
+        # there.
+        names = own_names(self)
         checked: list[Entry | str] = []
         check_own(self, state_dict, prefix, checked, missing)
         assign = local_metadata.get("assign_to_params_buffers", False)
