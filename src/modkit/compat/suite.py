@@ -202,7 +202,6 @@ def recorded(folder: Path) -> Recorded:
         The merged records. The number of collected tests is the largest of any process.
     """
     record = Recorded({}, {}, set(), 0, finished=False)
-    collected, finished = 0, False
     for file in sorted(folder.glob("*.jsonl")):
         for text in file.read_text(encoding="utf-8").splitlines():
             try:
@@ -212,9 +211,9 @@ def recorded(folder: Path) -> Recorded:
             if "swapped" in line:
                 record.swapped.add(line["swapped"])
             elif "collected" in line:
-                collected = max(collected, line["collected"])
+                record = record._replace(collected=max(record.collected, line["collected"]))
             elif "finished" in line:
-                finished = True
+                record = record._replace(finished=True)
             elif "outcome" in line:
                 test = line["test"]
                 outcome = Outcome(line["outcome"], line.get("raised", ""), line.get("text", ""))
@@ -223,7 +222,7 @@ def recorded(folder: Path) -> Recorded:
             else:
                 # The start of a test. Its outcome replaces this, if the process gets so far.
                 record.outcomes.setdefault(line["test"], Outcome("cut off"))
-    return record._replace(collected=collected, finished=finished)
+    return record
 
 
 def run(
