@@ -55,6 +55,10 @@ MODELS = {
 }
 
 
+# The same on a GPU, which has one more: bf16 weights whose averages are in float32.
+GPU_MODELS = {**MODELS, "GPT-2 small, bf16, averages in float32": "GPT-2 small, bf16 weights"}
+
+
 def compared(versions: dict[str, str | None], used: dict[str, str]) -> str:
     """Name the classes or functions that were compared, with the versions of their libraries."""
     named = [f"{name} {versions[name] or ''}".strip() + f" ({used[name]})" for name in used]
@@ -103,9 +107,44 @@ def times(operation: str) -> str:
     return table([operation, *MODELS.values()], rows)
 
 
+def gpu_times(operation: str) -> str:
+    """Return a table of the times of an operation on a GPU: until it returns, and until it is done."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read("averaging_libraries")["gpu_times"]["rows"]:
+        if row["operation"] == operation:
+            cell = found.setdefault((row["case"], row["name"]), {})
+            cell[row["timed"]] = digits(row["quartiles_ms"][1])
+    rows = (
+        [
+            title,
+            *(
+                "{launched} / {finished}".format(**found[m, name]) if (m, name) in found else ""
+                for m in GPU_MODELS
+            ),
+        ]
+        for name, title in CONTESTANTS[operation].items()
+    )
+    return table([operation, *GPU_MODELS.values()], rows)
+
+
+def gpu_measured() -> str:
+    """Return how the times on a GPU were measured."""
+    results = read("averaging_libraries")["gpu_times"]
+    rounds = [row["times"] for row in results["rows"]]
+    return fill(
+        "Milliseconds on a clock, until the call returns / until the device is done: medians of "
+        f"{min(rounds)} to {max(rounds)} interleaved rounds, {results['machine']} "
+        f"({results['date']}). A call of the first kind finds the device idle; starting a kernel "
+        "takes about 10 us on this virtual machine. Empty where a library has no such averages. "
+        "modkit is slower than timm and diffusers where bf16 weights have float32 averages: it "
+        "casts them in parts, for averages with the same bits on every device. The parts were half "
+        "as large in this run as they are now."
+    )
+
+
 def digits(milliseconds: float) -> str:
     """Return a time with two digits, or the digits before the point."""
-    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
 
 
 def measured() -> str:
@@ -129,4 +168,5 @@ def blocks() -> dict[str, str]:
         "features": f"{features([*AVERAGES])}\n\n{compared(averages['versions'], AVERAGES)}",
         "features of loading": f"{loading}\n\n{compared(state_dicts['versions'], STATE_DICTS)}",
         "times of averages": "\n\n".join([measured(), *map(times, CONTESTANTS)]),
+        "times on a GPU": "\n\n".join([gpu_measured(), *map(gpu_times, CONTESTANTS)]),
     }

@@ -18,6 +18,8 @@ The tests run with each release of torch from 2.8 to 2.15. All of these have all
 - ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
   ``foreach_devices`` names the devices where they are fused. ``copy_`` and ``copy_all_`` copy where
   XLA would share memory or crash.
+- ``flatten`` and ``unflatten`` make and read the buckets of data-parallel training: a view of each
+  of many tensors takes twice as long in Python.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled
   code.
 - ``BatchNormBase``: the base of every batch normalization layer, users' own included.
@@ -100,6 +102,9 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
 _foreach_copy_ = torch._foreach_copy_
+# From tensors to one flat tensor, and from that to views of it like other tensors.
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors
+unflatten: Callable[..., tuple[torch.Tensor, ...]] = torch._utils._unflatten_dense_tensors
 _IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
 

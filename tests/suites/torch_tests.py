@@ -162,6 +162,7 @@ TORCH_TESTS = (
         ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
         {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
     ),
+    _tests("modules", _OF_2_6, ("test_modules.py",), {"": 4}),
     # Only run when it is named, since it needs a GPU.
     _tests(
         "nn-cuda",

@@ -73,17 +73,34 @@ class Group:
             The groups, whose tensors share the memory of this one. They have no ``gathers``: values
             are gathered before.
         """
-        # Lists are cut in parallel, so empty lists of error terms are left out and put back.
-        errors = [terms for terms in self.errors if terms]
+        yield from map(self._with, precision.parts(*self._lists()))
+
+    def gathered(self) -> "Group":
+        """Return a group with one tensor for each list, as :func:`precision.gathered` makes them.
+
+        Returns:
+            The group. :meth:`take` copies its values back.
+        """
+        return self._with(precision.gathered(*self._lists()))
+
+    def take(self, gathered: "Group") -> None:
+        """Take the averages and error terms of the group that :meth:`gathered` returned."""
+        for tensors, source in zip(self._lists()[:-1], gathered._lists(), strict=False):
+            precision.scatter_(tensors, source)
+
+    def _lists(self) -> list[list[Tensor]]:
+        # The lists are parallel, so empty lists of error terms are left out.
+        return [*self.averages, *(terms for terms in self.errors if terms), self.currents]
+
+    def _with(self, lists: Sequence[list[Tensor]]) -> "Group":
         count = len(self.owners)
-        for lists in precision.parts(*self.averages, *errors, self.currents):
-            yield Group(
-                self.owners,
-                averages=list(lists[:count]),
-                errors=list(lists[count:-1]) or [[] for _ in self.owners],
-                currents=lists[-1],
-                has_average=self.has_average,
-            )
+        return Group(
+            self.owners,
+            averages=list(lists[:count]),
+            errors=list(lists[count:-1]) or [[] for _ in self.owners],
+            currents=lists[-1],
+            has_average=self.has_average,
+        )
 
 
 def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list[Group]:

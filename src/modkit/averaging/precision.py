@@ -27,8 +27,16 @@ from typing import Final, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from modkit._upstream import copy_all_, foreach_lerp_, foreach_norm
+from modkit._upstream import (
+    copy_all_,
+    flatten,
+    foreach_devices,
+    foreach_lerp_,
+    foreach_norm,
+    unflatten,
+)
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
+from modkit.averaging.watch import PLAIN
 
 
 Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensated"]
@@ -43,8 +51,10 @@ HOST_DEVICES: Final = frozenset({"cpu"})
 
 # Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16
 # averaged in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at
-# 4M.
+# 4M. An accelerator waits for the host to start kernels, so fewer and larger parts are better there:
+# these are 32 MB of float32, which the caches of recent ones hold.
 CHUNK: Final = 1 << 20
+DEVICE_CHUNK: Final = 1 << 23
 
 # Low-order bits of a float32 that each 16-bit dtype lacks.
 _ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
@@ -108,7 +118,8 @@ def lerp_(
             _lerp_all(averages, currents, weights)
         return
 
-    scratch = torch.empty(CHUNK, dtype=like.dtype, device=like.device)
+    elements = min(sum(tensor.numel() for tensor in currents), _chunk_for(like))
+    scratch = torch.empty(elements, dtype=like.dtype, device=like.device)
     for part in parts(*averages, currents):
         _lerp_all(part[:-1], _moved(part[-1], scratch), weights)
 
@@ -157,13 +168,52 @@ def where_(flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) ->
 
 def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
     """Cast or move tensors into memory that is used again, which is several times faster."""
-    if sum(tensor.numel() for tensor in tensors) > scratch.numel():
+    numel = sum(tensor.numel() for tensor in tensors)
+    if numel > scratch.numel():
         return [tensor.to(scratch.device, scratch.dtype) for tensor in tensors]
-    sizes = [tensor.numel() for tensor in tensors]
-    pieces = scratch[: sum(sizes)].split(sizes)
-    views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
+    views = _views(scratch[:numel], tensors)
     copy_all_(views, tensors)
     return views
+
+
+def _views(memory: Tensor, likes: list[Tensor]) -> list[Tensor]:
+    """Return views of a flat tensor, one after the other, with the shapes of other tensors."""
+    # Dynamo does not know the function, and traces tensors one by one.
+    return [memory.view(likes[0].shape)] if len(likes) == 1 else [*unflatten(memory, likes)]
+
+
+def gathered(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Copy parallel lists of tensors to one tensor each, where that saves launches of kernels.
+
+    Gathering a list is one launch on an accelerator that has kernels for lists, and steps without
+    such kernels then take one launch for all tensors.
+
+    Args:
+        lists: Lists of equal length, each of one device and dtype. Tensors at the same place have
+            the same shape.
+
+    Returns:
+        For each list, a list of one flat tensor; or the lists themselves, if they have one tensor,
+        if the tensors are on devices without such kernels, or have arithmetic of their own.
+    """
+    kernels = foreach_devices()
+    saves = all(of[0].device.type in kernels and PLAIN.issuperset(map(type, of)) for of in lists)
+    return [[flatten(of)] for of in lists] if saves and len(lists[0]) > 1 else list(lists)
+
+
+def scatter_(tensors: list[Tensor], source: list[Tensor]) -> None:
+    """Copy values back to tensors.
+
+    Args:
+        tensors: The tensors.
+        source: What :func:`gathered` returned for them.
+    """
+    if source is not tensors:
+        copy_all_(tensors, _views(source[0], tensors))
+
+
+def _chunk_for(tensor: Tensor) -> int:
+    return CHUNK if tensor.device.type in HOST_DEVICES else DEVICE_CHUNK
 
 
 def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
@@ -172,23 +222,26 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     Small tensors are batched, and large ones are cut into flat views if they are contiguous.
 
     Args:
-        lists: Lists of equal length. Tensors at the same place have the same shape.
+        lists: Lists of equal length, which is not 0. Tensors at the same place have the same shape,
+            and temporaries are on the device of the first list.
 
     Yields:
-        For each part, a list of tensors for each of ``lists``, of at most ``CHUNK`` elements; a
-        large tensor that is not contiguous is a part of its own.
+        For each part, a list of tensors for each of ``lists``, of at most ``CHUNK`` elements, or
+        ``DEVICE_CHUNK`` on an accelerator; a large tensor that is not contiguous is a part of its
+        own.
     """
+    chunk = _chunk_for(lists[0][0])
     batch: list[tuple[Tensor, ...]] = []
     size = 0
     for row in zip(*lists, strict=True):
         elements = row[0].numel()
-        if elements > CHUNK and all(tensor.is_contiguous() for tensor in row):
+        if elements > chunk and all(tensor.is_contiguous() for tensor in row):
             flat = [tensor.detach().view(-1) for tensor in row]
-            for start in range(0, elements, CHUNK):
-                yield tuple([tensor[start : start + CHUNK]] for tensor in flat)
+            for start in range(0, elements, chunk):
+                yield tuple([tensor[start : start + chunk]] for tensor in flat)
             continue
 
-        if batch and size + elements > CHUNK:
+        if batch and size + elements > chunk:
             yield tuple(map(list, zip(*batch, strict=True)))
             batch = []
             size = 0
@@ -213,8 +266,9 @@ def stochastic_(
         weight: How far each average moves.
         generator: Source of the random bits, which may be on another device.
     """
-    for targets, sources in parts(averages, currents):
-        for average, current in zip(targets, sources, strict=True):
+    for tensors, sources in parts(averages, currents):
+        targets, values = gathered(tensors, sources)
+        for average, current in zip(targets, values, strict=True):
             wide = average.float()
             lerp_one_(wide, current, weight)
 
@@ -231,6 +285,7 @@ def stochastic_(
             )
             bits = wide.view(torch.int32).add_(noise.to(wide.device)).bitwise_and_(-(1 << cut))
             average.copy_(bits.view(torch.float32))
+        scatter_(tensors, targets)
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
@@ -252,7 +307,8 @@ def compensated_(
         currents: Current values, of any dtype and device.
         weight: How far each average moves.
     """
-    for rows in parts(averages, errors, currents):
+    for tensors, terms, sources in parts(averages, errors, currents):
+        rows = gathered(tensors, terms, sources)
         for average, error, source in zip(*rows, strict=True):
             current = source.to(average.device)
             if average.dtype in _ROUNDED:
@@ -269,6 +325,8 @@ def compensated_(
             total = average + step
             error.copy_(step.sub_(total - average))
             average.copy_(total)
+        scatter_(tensors, rows[0])
+        scatter_(terms, rows[1])
 
 
 def full_value(average: Tensor, error: Tensor | None) -> Tensor:
@@ -306,9 +364,8 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in real:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     # The largest magnitude is NaN if any element is.
-    largest = [norm for group in groups.values() for norm in foreach_norm(group, math.inf)]
-    norms = torch.stack([norm.to(real[0].device, torch.float64) for norm in largest])
-    return norms.isfinite().all()
+    largest = [torch.stack(foreach_norm(group, math.inf)) for group in groups.values()]
+    return torch.stack([norms.isfinite().all().to(real[0].device) for norms in largest]).all()
 
 
 def _has_finite_elements(tensor: Tensor) -> bool:

@@ -70,7 +70,8 @@ class Rule(ABC):
             # The first step is not masked: whether there is an average is known on the host.
             later = torch.as_tensor(finite, device=device)
 
-        for part in group.parts() if self.can_be_cut else [group]:
+        for cut in group.parts() if self.can_be_cut else [group]:
+            part = cut.gathered() if self.can_be_cut else cut
             tensors = [*chain.from_iterable(part.averages), *chain.from_iterable(part.errors)]
             before = [tensor.detach().clone() for tensor in tensors]
             self.step(part, count)
@@ -81,6 +82,7 @@ class Rule(ABC):
                     where_(first, averages, part.currents)
                 for error in chain.from_iterable(part.errors):
                     error.masked_fill_(first, 0)
+            cut.take(part)
 
 
 def _flags(count: Tensor, finite: bool | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,8 @@ def test_data_parallel_training(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["conv", "nested"])
 @pytest.mark.usefixtures("deterministic")
+# Torch captures backwards on a stream of its own (2.11).
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_a_training_step_in_a_cuda_graph(name: str) -> None:
     """Captured once and replayed; and the network alone, by ``make_graphed_callables``."""
 
@@ -162,6 +164,7 @@ def test_a_training_step_in_a_cuda_graph(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo", "deterministic")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton and Inductor
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_networks(mode: str) -> None:
     """``torch.compile`` as a function and as a method, with and without CUDA graphs."""

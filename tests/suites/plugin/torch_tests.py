@@ -83,6 +83,10 @@ def pytest_configure():
 
     devices.instantiate_device_type_tests = for_the_device
 
+    # The names of tests have those of modules, which must be alike on both sides.
+    names = importlib.import_module("torch.testing._internal.common_modules").MODULE_CLASS_NAMES
+    names.update({module: name.removeprefix("modkit.") for module, name in names.items()})
+
     # Some adapted tests use this name without importing it.
     builtins.HAS_CUDA = False
     common = importlib.import_module("torch.testing._internal.common_distributed")

@@ -99,6 +99,7 @@ def gradients(net: nn.Module, number: int = 0) -> None:
 
 def as_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let averages treat the CPU as an accelerator, where reading an element is a host sync."""
+    monkeypatch.setattr("modkit.averaging.precision.foreach_devices", lambda: ["cpu"])
     for module in ("averaging.precision", "optim._averaged_model"):
         monkeypatch.setattr(f"modkit.{module}.HOST_DEVICES", frozenset())
 

@@ -6,10 +6,19 @@ import pytest
 import torch
 
 import modkit
-from modkit.averaging.precision import CHUNK, kept_dtype, parts
+from modkit.averaging.precision import CHUNK, DEVICE_CHUNK, gathered, kept_dtype, parts
 from modkit.optim import swa_utils
 from tests.cases import for_each
-from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, set_to
+from tests.helpers import freeze
+from tests.unit.averaging.recipes import (
+    PRECISIONS,
+    as_accelerator,
+    averaged,
+    layers,
+    model_of,
+    set_to,
+    walk,
+)
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -77,10 +86,13 @@ def test_a_constant_does_not_drift(precision, dtype) -> None:
     assert torch.equal(averaged(ema).to(dtype), value)
 
 
-@for_each("size", [5, 16_384, 50_001])
+@for_each("size", [5, CHUNK // 2, CHUNK // 2 + 1])
 @for_each("contiguous", [True, False])
 def test_large_tensors_are_cast_in_parts(size: int, contiguous: bool) -> None:
-    """The average of bfloat16 weights is that of the same weights in float32, whatever their size."""
+    """The average of bfloat16 weights is that of the same weights in float32, whatever their size.
+
+    Matrices of two rows: the last one has more elements than a part.
+    """
     generator = torch.Generator().manual_seed(0)
     steps = [torch.randn(2, size, generator=generator).bfloat16() for _ in range(3)]
     narrow, wide = model_of(steps[0], torch.bfloat16), model_of(steps[0], torch.float32)
@@ -135,12 +147,73 @@ def test_in_what_an_average_is_kept(dtype, kept: list[str]) -> None:
     assert found == [f"torch.{name}" for name in kept]
 
 
-def test_the_memory_of_temporaries_is_bounded() -> None:
-    """Small tensors are batched up to the limit, and a large one is cut."""
-    tensors = [torch.empty(size, device="meta") for size in (*[CHUNK // 2] * 3, 2 * CHUNK + 1)]
+@for_each(("device", "limit"), [("cpu", CHUNK), ("meta", DEVICE_CHUNK)])
+def test_the_memory_of_temporaries_is_bounded(device: str, limit: int) -> None:
+    """Small tensors are batched up to the limit, which is higher on a device, and a large one is cut."""
+    tensors = [torch.empty(size, device=device) for size in (*[limit // 2] * 3, 2 * limit + 1)]
     sizes = [sum(map(torch.numel, batch)) for (batch,) in parts(tensors)]
 
-    assert sorted(sizes) == [1, CHUNK // 2, CHUNK, CHUNK, CHUNK]
+    assert sorted(sizes) == [1, limit // 2, limit, limit, limit]
+
+
+@for_each("size", [6, CHUNK, 2 * CHUNK])
+def test_a_cast_on_an_accelerator_takes_few_kernels(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each kernel has to be started by the host, so there is one part; and no more memory than that."""
+    as_accelerator(monkeypatch)
+    model = model_of(torch.zeros(size), torch.bfloat16)
+    ema = modkit.EMA(model, decay=0.5)
+    ema.update()
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        ema.update()
+    events = {event.key: event for event in profiled.key_averages()}
+
+    assert events["aten::_foreach_lerp_"].count == 1
+    assert events["aten::_foreach_copy_"].count == 1
+    assert events["aten::empty"].self_cpu_memory_usage == 4 * size
+
+
+@for_each("precision", PRECISIONS)
+def test_many_tensors_on_an_accelerator(precision: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are gathered for kernels that take one tensor, and their averages are the same.
+
+    Random numbers are others there, so the values for `stochastic` need no rounding.
+    """
+
+    def run() -> list[dict[str, Any]]:
+        net = layers(torch.bfloat16)
+        ema = modkit.EMA(net, decay=0.5, precision=precision)
+        for step in range(4):
+            if precision == "stochastic":
+                set_to(net, 2.0**step)
+            else:
+                walk(net, step)
+            ema.update()
+        return ema.state_dict()["averages"]
+
+    expected = run()
+    as_accelerator(monkeypatch)
+    assert freeze(run()[0]["tensors"]) == freeze(expected[0]["tensors"])
+    assert freeze(run()[0]["rests"]) == freeze(expected[0]["rests"])
+
+
+class Tagged(torch.Tensor):
+    """A tensor that may have arithmetic of its own."""
+
+
+def test_which_tensors_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several plain ones, on a device that has kernels for lists."""
+    plain = [torch.ones(2), torch.zeros(3, 1)]
+    tagged = [tensor.as_subclass(Tagged) for tensor in plain]
+    assert gathered(plain)[0] is plain
+    as_accelerator(monkeypatch)
+    ((flat,),) = gathered(plain)
+
+    assert flat.tolist() == [1, 1, 0, 0, 0]
+    assert gathered(tagged)[0] is tagged
+    assert gathered(plain, tagged) == [plain, tagged]
+    assert gathered(plain[:1]) == [plain[:1]]
 
 
 def test_random_numbers_for_xla_are_from_the_host() -> None:
