@@ -51,8 +51,8 @@ HOST_DEVICES: Final = frozenset({"cpu"})
 
 # Elements that are processed at a time where a step needs temporaries. Measured on CPU for bf16
 # averaged in fp32, relative to one fp32 ``lerp_``: 4.5x at 16K, 1.5x at 256K, 1.0x at 1M, 1.4x at
-# 4M. An accelerator waits for the host to start kernels, so fewer and larger parts are better there:
-# these are 32 MB of float32, which the caches of recent ones hold.
+# 4M. An accelerator waits for the host to start kernels, so larger parts are better there: these
+# are 32 MB of float32, which the caches of recent ones hold.
 CHUNK: Final = 1 << 20
 DEVICE_CHUNK: Final = 1 << 23
 
