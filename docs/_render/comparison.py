@@ -137,8 +137,8 @@ def gpu_measured() -> str:
         f"({results['date']}). A call of the first kind finds the device idle; starting a kernel "
         "takes about 10 us on this virtual machine. Empty where a library has no such averages. "
         "modkit is slower than timm and diffusers where bf16 weights have float32 averages: it "
-        "casts them in parts, for averages with the same bits on every device. The parts were half "
-        "as large in this run as they are now."
+        "casts them in parts, for averages that are bitwise identical on every device. The parts "
+        "were half as large in this run as they are now."
     )
 
 

@@ -36,7 +36,6 @@ from modkit._upstream import (
     unflatten,
 )
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
-from modkit.averaging.watch import PLAIN
 
 
 Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensated"]
@@ -45,6 +44,9 @@ TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 Weight: TypeAlias = Tensor | float
 
 PRECISIONS: Final = get_args(Precision)
+
+# Types of tensors that have no arithmetic of their own.
+PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # Types of devices whose elements can be read without synchronization.
 HOST_DEVICES: Final = frozenset({"cpu"})

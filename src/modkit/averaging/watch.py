@@ -14,10 +14,9 @@ from torch import Tensor
 
 from modkit._upstream import tensor_guard
 from modkit.averaging.named_tensors import Member, NamedTensors, Registry
+from modkit.averaging.precision import PLAIN
 from modkit.averaging.sharding import is_sharded, local_shard
 
-
-PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 _TABLES: Final = ("_modules", "_parameters", "_buffers")
 _requires_grad: Final = operator.attrgetter("requires_grad")
