@@ -31,6 +31,7 @@ _TRACEBACK: Final = 6_000  # characters of a traceback that are kept, from its e
 # Without the variable, the plugin records nothing: it may be imported outside of a run.
 _options: Final = Options(**json.loads(os.environ.get(VARIABLE, '{"outcomes": ""}')))
 _worst: dict[str, dict[str, str]] = {}
+_interrupts: list[bool] = []
 
 
 def _write(**line: object) -> None:
@@ -104,12 +105,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _write(collected=len(session.items))
 
 
+def pytest_keyboard_interrupt() -> None:
+    """Note that the tests did not reach their end: ``pytest.exit()`` may give any status."""
+    _interrupts.append(True)
+
+
 # Before the user's own hook, which may end the process.
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Record the end of the tests, which a process that a test ends does not reach."""
+    """Record the end of the tests, which a process or a session that a test ends does not reach."""
     # A worker of pytest-xdist ends before the process that started it.
-    if not hasattr(session.config, "workerinput"):
+    if not (_interrupts or hasattr(session.config, "workerinput")):
         _write(finished=True)
 
 

@@ -262,7 +262,9 @@ def test_last():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("crash", ["os.abort()", "os._exit(3)", "os._exit(0)"])
+@pytest.mark.parametrize(
+    "crash", ["os.abort()", "os._exit(3)", "os._exit(0)", "__import__('pytest').exit('', 0)"]
+)
 def test_a_crash_in_the_last_test(crash, project):
     """Nothing is left to run after it, and the tests before it are compared."""
     text = CRASHES.partition("def test_last")[0].replace("os.abort()", crash)
@@ -276,7 +278,12 @@ def test_a_crash_in_the_last_test(crash, project):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("crash", "cause"), [("os.abort()", "signal 6"), ("os._exit(0)", "status 0")]
+    ("crash", "cause"),
+    [
+        ("os.abort()", "signal 6"),
+        ("os._exit(0)", "status 0"),
+        ("__import__('pytest').exit('', 0)", "status 0"),
+    ],
 )
 def test_a_crash(crash, cause, project):
     """A crash ends the comparison, and with ``--keep-going`` the other tests run."""
