@@ -73,7 +73,9 @@ class Group:
             The groups, whose tensors share the memory of this one. They have no ``gathers``: values
             are gathered before.
         """
-        yield from map(self._with, precision.parts(*self._lists()))
+        # Dynamo of torch 2.8 does not trace ``yield from``.
+        for lists in precision.parts(*self._lists()):
+            yield self._with(lists)
 
     def gathered(self) -> "Group":
         """Return a group with one tensor for each list, as :func:`precision.gathered` makes them.
@@ -85,7 +87,7 @@ class Group:
 
     def take(self, gathered: "Group") -> None:
         """Take the averages and error terms of the group that :meth:`gathered` returned."""
-        for tensors, source in zip(self._lists()[:-1], gathered._lists(), strict=False):
+        for tensors, source in zip(self._lists()[:-1], gathered._lists()[:-1], strict=True):
             precision.scatter_(tensors, source)
 
     def _lists(self) -> list[list[Tensor]]:

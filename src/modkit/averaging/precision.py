@@ -221,7 +221,8 @@ def _chunk_for(tensor: Tensor) -> int:
 def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     """Cut parallel lists of tensors into parts, which bounds the memory of temporaries.
 
-    Small tensors are batched, and large ones are cut into flat views if they are contiguous.
+    Small tensors are batched, large ones are cut into flat views if they are contiguous, and those
+    without elements are left out.
 
     Args:
         lists: Lists of equal length, which is not 0. Tensors at the same place have the same shape,
@@ -237,6 +238,9 @@ def parts(*lists: list[Tensor]) -> Iterator[tuple[list[Tensor], ...]]:
     size = 0
     for row in zip(*lists, strict=True):
         elements = row[0].numel()
+        if not elements:
+            # There is nothing to compute, and ``unflatten`` of torch 2.8 drops the shape.
+            continue
         if elements > chunk and all(tensor.is_contiguous() for tensor in row):
             flat = [tensor.detach().view(-1) for tensor in row]
             for start in range(0, elements, chunk):

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import modkit
 from modkit.averaging.precision import CHUNK, DEVICE_CHUNK, gathered, kept_dtype, parts
@@ -196,6 +197,22 @@ def test_many_tensors_on_an_accelerator(precision: Any, monkeypatch: pytest.Monk
     as_accelerator(monkeypatch)
     assert freeze(run()[0]["tensors"]) == freeze(expected[0]["tensors"])
     assert freeze(run()[0]["rests"]) == freeze(expected[0]["rests"])
+
+
+@for_each("accelerator", [False, True])
+@for_each("precision", PRECISIONS)
+def test_tensors_without_elements(precision, accelerator: bool, monkeypatch) -> None:
+    """They have no part in a step: not all releases of torch keep their shapes in one piece."""
+    if accelerator:
+        as_accelerator(monkeypatch)
+    net = nn.ParameterList(torch.zeros(shape, dtype=torch.bfloat16) for shape in ((0, 3), 2, 4, 0))
+    ema = modkit.EMA(net, decay=0.5, precision=precision, on_nonfinite="skip")
+    ema.update()
+    set_to(net, 2.0)
+    ema.update()
+
+    shapes = [(tuple(average.shape), average.sum()) for _, average in ema.named_averages()]
+    assert shapes == [((0, 3), 0), ((2,), 2), ((4,), 4), ((0,), 0)]
 
 
 class Tagged(torch.Tensor):
