@@ -476,6 +476,27 @@ _AVERAGING: Final = [
         _EMA + "/test_broken_states.py",
     ),
     Bug(
+        "precision: error terms that were gathered are not put back",
+        "averaging/precision.py",
+        "        scatter_(terms, rows[1])\n",
+        "",
+        _EMA + "/test_ema_precision.py",
+    ),
+    Bug(
+        "precision: tensors with arithmetic of their own are gathered",
+        "averaging/precision.py",
+        "PLAIN.issuperset(map(type, of))",
+        "True",
+        _EMA + "/test_ema_precision.py",
+    ),
+    Bug(
+        "groups: a masked step of gathered tensors is lost",
+        "averaging/groups.py",
+        "            precision.scatter_(tensors, source)\n",
+        "            pass\n",
+        _EMA + "/test_masked_steps.py",
+    ),
+    Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
         "                above.raws[above._index[id(tensor)]] = raw\n",
