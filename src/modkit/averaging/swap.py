@@ -196,7 +196,9 @@ def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     deque(map(_set_data, tensors, values), maxlen=0)
 
 
-# The tables that are put back into a module, and how each is copied.
+# The tables that are put back into a module, and how each is copied. Those of buffers are among
+# them: a parametrization that is removed may leave its tensor as a buffer, and a mask that is
+# removed is a buffer that the layer needs.
 _PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
     "_parameters": dict,
     "_buffers": dict,
