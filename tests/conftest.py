@@ -65,7 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"rows of tests/divergences.py without a test: {sorted(unmatched)}")
 
 
-def pytest_collection_finish() -> None:
-    """Leave what is there before the first test out of all later collections, which it would slow."""
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> None:
+    """Leave what is there before the tests of a file out of their collections, which it would slow."""
     gc.collect()
     gc.freeze()

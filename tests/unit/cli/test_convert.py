@@ -1,7 +1,6 @@
 """The command ``convert``: formats, dtypes and shards, streamed and atomic."""
 
 import functools
-import gc
 import itertools
 import json
 import os
@@ -27,13 +26,6 @@ State = dict[str, Tensor]
 MAIN = "from modkit.__main__ import main; main()"
 SUFFIXES = ("pt", "bin", "safetensors")
 both_formats = pytest.mark.parametrize("suffix", ["safetensors", "bin"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_objects() -> None:
-    """Leave what other tests have made out of the collections of garbage that a conversion runs."""
-    gc.collect()
-    gc.freeze()
 
 
 def state() -> State:
