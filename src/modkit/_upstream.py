@@ -102,9 +102,10 @@ make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(
 foreach_lerp_ = torch._foreach_lerp_
 foreach_norm = cast("Any", torch)._foreach_norm
 _foreach_copy_ = torch._foreach_copy_
+_buckets = cast("Any", torch)._utils
 # From tensors to one flat tensor, and from that to views of it like other tensors.
-flatten: Callable[[list[torch.Tensor]], torch.Tensor] = torch._utils._flatten_dense_tensors  # pyright: ignore[reportAttributeAccessIssue]
-unflatten: Callable[..., tuple[torch.Tensor, ...]] = torch._utils._unflatten_dense_tensors  # pyright: ignore[reportAttributeAccessIssue]
+flatten: Callable[[list[torch.Tensor]], torch.Tensor] = _buckets._flatten_dense_tensors
+unflatten: Callable[..., tuple[torch.Tensor, ...]] = _buckets._unflatten_dense_tensors
 _IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
 

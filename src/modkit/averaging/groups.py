@@ -66,27 +66,19 @@ class Group:
             if name in owner.errors:
                 errors.append(local_shard(owner.errors[name]))
 
-    def parts(self) -> Iterator["Group"]:
+    def parts(self) -> Iterator[tuple["Group", "Group"]]:
         """Cut the group into groups of a bounded number of elements.
 
         Yields:
-            The groups, whose tensors share the memory of this one. They have no ``gathers``: values
-            are gathered before.
+            A group whose tensors share the memory of this one, and the group to compute with: the
+            same tensors as :func:`precision.gathered` returns them. :meth:`take` copies its values
+            back. Neither has ``gathers``: values are gathered before.
         """
-        # Dynamo of torch 2.8 does not trace ``yield from``.
         for lists in precision.parts(*self._lists()):
-            yield self._with(lists)
-
-    def gathered(self) -> "Group":
-        """Return a group with one tensor for each list, as :func:`precision.gathered` makes them.
-
-        Returns:
-            The group. :meth:`take` copies its values back.
-        """
-        return self._with(precision.gathered(*self._lists()))
+            yield self._with(lists), self._with(precision.gathered(*lists))
 
     def take(self, gathered: "Group") -> None:
-        """Take the averages and error terms of the group that :meth:`gathered` returned."""
+        """Take the averages and error terms of the group that :meth:`parts` has gathered."""
         for tensors, source in zip(self._lists()[:-1], gathered._lists()[:-1], strict=True):
             precision.scatter_(tensors, source)
 

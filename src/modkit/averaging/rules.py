@@ -70,8 +70,7 @@ class Rule(ABC):
             # The first step is not masked: whether there is an average is known on the host.
             later = torch.as_tensor(finite, device=device)
 
-        for cut in group.parts() if self.can_be_cut else [group]:
-            part = cut.gathered() if self.can_be_cut else cut
+        for cut, part in group.parts() if self.can_be_cut else [(group, group)]:
             tensors = [*chain.from_iterable(part.averages), *chain.from_iterable(part.errors)]
             before = [tensor.detach().clone() for tensor in tensors]
             self.step(part, count)
