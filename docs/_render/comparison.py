@@ -135,7 +135,7 @@ def gpu_measured() -> str:
         "Milliseconds on a clock, until the call returns / until the device is done: medians of "
         f"{min(rounds)} to {max(rounds)} interleaved rounds, {results['machine']} "
         f"({results['date']}). A call of the first kind finds the device idle; starting a kernel "
-        "takes about 10 us on this virtual machine. Empty where a library has no such averages. "
+        "takes about 10 us on that virtual machine. Empty where a library has no such averages. "
         "modkit is slower than timm and diffusers where bf16 weights have float32 averages: it "
         "casts them in parts, for averages that are bitwise identical on every device. The parts "
         "were half as large in this run as they are now."
@@ -144,7 +144,7 @@ def gpu_measured() -> str:
 
 def digits(milliseconds: float) -> str:
     """Return a time with two digits, or the digits before the point."""
-    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.2g}"
+    return f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:#.2g}"
 
 
 def measured() -> str:

@@ -42,14 +42,24 @@ def benchmarks() -> None:
 
 def peers() -> None:
     """Time the averages of all libraries that are installed: ten minutes on an idle machine."""
+    store_times("times")
+
+
+def gpu_peers() -> None:
+    """Time them on a GPU: two minutes."""
+    store_times("gpu_times", "--device", "cuda", "--seconds", "2")
+
+
+def store_times(kind: str, *options: str) -> None:
+    """Time averages with these options, and store them as one kind of times."""
     code = digests(DESCRIBED["averaging_libraries"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "peers.json"
         command = [sys.executable, "-m", "benchmarks.averaging_peers", "--json", str(report)]
-        subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
+        subprocess.run([*command, *options], check=True, cwd=ROOT)  # noqa: S603 - our own command
         times = json.loads(report.read_text(encoding="utf-8"))
     results = read("averaging_libraries")
-    write("averaging_libraries", {**results, "times": {**times, "date": today(), "code": code}})
+    write("averaging_libraries", {**results, kind: {**times, "date": today(), "code": code}})
 
 
 def ema_losses() -> None:
@@ -211,6 +221,7 @@ def order(run: dict[str, Any]) -> tuple[Any, ...]:
 COMMANDS = {
     "benchmarks": benchmarks,
     "peers": peers,
+    "gpu_peers": gpu_peers,
     "ema_losses": ema_losses,
     "averaging_libraries": averaging_libraries,
     "state_dict_libraries": state_dict_libraries,

@@ -59,7 +59,7 @@ sample ran on each side, without a failure: 197 on torch and 180 on modkit. The 
 names of tests contained those of modules, which is repaired. [Comparison](comparison.md#on-a-gpu) has the times of
 averages. All of this ran before the last change of how updates gather tensors on accelerators; that is tested on the CPU.
 
-Not run on CUDA: several GPUs. Packages of AOTInductor end the process when they are loaded on this machine, with torch,
+Not run on CUDA: several GPUs. Packages of AOTInductor end the process when they are loaded on that machine, with torch,
 too. `EMA.module` shares the memory of the averages, so cuDNN compacts the weights of its recurrent layers at
 each call, and torch warns about it once, as it does for any deep copy.
 
