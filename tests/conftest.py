@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import platform
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,6 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     unmatched = set(DIVERGENCES) - matched
     if whole_run and unmatched:
         raise pytest.UsageError(f"rows of tests/divergences.py without a test: {sorted(unmatched)}")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unmeasured_guards() -> Iterator[None]:
+    """Compile without the time of the guards, for which torch empties the caches, and which it logs."""
+    guards = sys.modules.get("torch._dynamo.guards")
+    with pytest.MonkeyPatch.context() as patch:
+        if guards is not None:
+            patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,7 @@ from typing import Any
 
 # Without modkit: tests inspect the effects of importing it.
 PRELOADED = [
+    "pytest",
     "torch",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -94,9 +95,9 @@ def _main(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # Collections would look at all objects of the modules that are preloaded.
+    gc.freeze()
     if finalize:
-        # Collecting the modules that are preloaded would take most of the time of the exit.
-        gc.freeze()
         # From Python 3.13 on, a process of multiprocessing begins without the functions that run at
         # exit. Torch's finalizers, which run there, would fail once its modules are cleared.
         atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]

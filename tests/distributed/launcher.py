@@ -5,6 +5,7 @@ The processes meet at a file, so no port has to be free. Whatever happens, none 
 
 import datetime as dt
 import faulthandler
+import gc
 import os
 import sys
 import time
@@ -139,6 +140,8 @@ def _run(
     args: tuple[object, ...],
 ) -> None:
     """Run in each of the processes."""
+    # Collections would look at all objects of the modules that are preloaded.
+    gc.freeze()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
     with (place / f"{rank}.txt").open("w") as error:

@@ -179,6 +179,7 @@ def with_object(value: bytes) -> bytes:
     return with_pickle(checkpoint(), state(value))
 
 
+@functools.cache
 def zeros_deflated(count: int) -> tuple[bytes, int]:
     """Return a deflate stream that unpacks to many blocks of 16 MB of zeros, and their checksum."""
     packer, block = zlib.compressobj(9, zlib.DEFLATED, -15), bytes(1 << 24)
