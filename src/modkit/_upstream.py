@@ -108,6 +108,9 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor] = _buckets._flatten_dense_
 unflatten: Callable[..., tuple[torch.Tensor, ...]] = _buckets._unflatten_dense_tensors
 _IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
+# Types of tensors that have no arithmetic of their own.
+PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a tensor, across dtypes and devices; the copy has memory of its own.
@@ -128,34 +131,41 @@ def copy_all_(
 ) -> None:
     """Copy each tensor of a list, across dtypes and devices.
 
-    The list kernel raises or crashes for tensors of XLA beside tensors of other devices.
-
     Args:
-        targets: The tensors to write to.
+        targets: The tensors to write to, plain ones or of one subclass.
         sources: A tensor for each target, of its shape.
         mixed: Whether the tensors of a list may be on several devices.
     """
-    checked = chain(targets, sources) if mixed else (targets[0], sources[0])
-    if any(map(_IS_XLA, checked)):
-        for target, source in zip(targets, sources, strict=True):
-            copy_(target, source)
+    if mixed and any(map(_IS_XLA, chain(targets, sources))):
+        _copy_each_(targets, sources)
     else:
-        _foreach_copy_(targets, sources)
+        copier(targets[0], sources[0])(targets, sources)
+
+
+def _copy_each_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        copy_(target, source)
 
 
 ListCopier: TypeAlias = Callable[[list[torch.Tensor], list[torch.Tensor]], object]
 
 
-def copier(*devices: torch.device) -> ListCopier:
-    """Return what copies lists of tensors between devices: the kernel itself where it is safe.
+def copier(target: torch.Tensor, source: torch.Tensor) -> ListCopier:
+    """Return what copies lists of tensors that are like these: the kernel itself where it is safe.
+
+    The list kernel raises or crashes for tensors of XLA beside tensors of other devices, and
+    subclasses may have none.
 
     Args:
-        *devices: The devices of targets and sources.
+        target: The tensor to write to.
+        source: The tensor to copy.
 
     Returns:
         A function of targets and sources.
     """
-    return copy_all_ if any(device.type == "xla" for device in devices) else _foreach_copy_
+    is_safe = type(target) in PLAIN and type(source) in PLAIN
+    is_safe = is_safe and not (_IS_XLA(target) or _IS_XLA(source))
+    return _foreach_copy_ if is_safe else _copy_each_
 
 
 def _as_torch_wrote_it(value: Any) -> Any:

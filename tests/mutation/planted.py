@@ -497,6 +497,27 @@ _AVERAGING: Final = [
         _EMA + "/test_masked_steps.py",
     ),
     Bug(
+        "groups: subclasses are averaged in a list with plain tensors",
+        "averaging/groups.py",
+        "*(_kind(average), _kind(current), name if alone else None),",
+        "*(name if alone else None,),",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
+        "groups: a function of single tensors is called in the order of dtypes",
+        "averaging/groups.py",
+        "name if alone else None",
+        "None",
+        "tests/parity/averaging/test_update_parameters.py",
+    ),
+    Bug(
+        "swap: tensors that wrap others are exchanged by pointer",
+        "averaging/swap.py",
+        "if type(tensor) not in PLAIN and is_wrapper(tensor)",
+        "if type(tensor) not in PLAIN and False",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
         "                above.raws[above._index[id(tensor)]] = raw\n",

@@ -10,7 +10,7 @@ from typing_extensions import TypeVar
 
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.sharding import is_sharded
-from modkit.averaging.swap import write
+from modkit.averaging.swap import is_wrapper, write
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
@@ -62,7 +62,9 @@ class AveragedCopy(Generic[ModelT]):
             place = source.dtype, source.device
 
             # ``value`` is another tensor if it was computed, as the sum with an error term is.
-            is_average = value is averages.get(name) and not is_sharded(tensor)
+            is_average = value is averages.get(name) and not (
+                is_sharded(tensor) or is_wrapper(tensor)
+            )
             if is_average and (value.dtype, value.device) == place:
                 tensor.data = value
                 shared.add(name)

@@ -9,9 +9,9 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from modkit._upstream import copy_, copy_all_, make_parameter
+from modkit._upstream import PLAIN, copy_, copy_all_, make_parameter
 from modkit.averaging.options import Options
-from modkit.averaging.precision import PLAIN, Precision, full_value, is_averaged, is_rounded
+from modkit.averaging.precision import Precision, full_value, is_averaged, is_rounded
 from modkit.averaging.sharding import local_shard, shards_of
 from modkit.averaging.watch import Placement
 

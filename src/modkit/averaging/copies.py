@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modkit._upstream import ListCopier, copier
+from modkit._upstream import PLAIN, ListCopier, copier
 from modkit.averaging.named_tensors import Member
 from modkit.averaging.watch import Watch
 
@@ -52,13 +52,14 @@ class Copies:
             target = self._target(registry, key, source)
             if target is None or source is None:
                 continue
-            # A kernel takes lists of one dtype and device on either side.
-            kernel_key = target.device, target.dtype, source.device, source.dtype
+            # A kernel takes lists of one dtype and device on either side, of plain tensors.
+            places = target.device, target.dtype, source.device, source.dtype
+            kernel_key = *places, type(target) in PLAIN, type(source) in PLAIN
             target_list, source_list = lists.setdefault(kernel_key, ([], []))
             target_list.append(target)
             source_list.append(source)
         self.lists = [
-            (copier(targets[0].device, sources[0].device), targets, sources)
+            (copier(targets[0], sources[0]), targets, sources)
             for targets, sources in lists.values()
         ]
 

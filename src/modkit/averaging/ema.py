@@ -731,17 +731,20 @@ class EMA(Generic[ModelT]):
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             model = copy_of(self.model)
             self.copy_to(model, index=index)
-        return model.requires_grad_(False).eval()
+        # One by one: a ScriptModule has no ``requires_grad_``.
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return model.eval()
 
     @property
     def module(self) -> ModelT:
         """A copy of the model with the first average, in eval mode, without gradients.
 
         It shares memory with averages of the model's dtype and device, so a reference follows all
-        later updates and loaded states. Tensors of another dtype or device, and what is not
-        averaged, are copied at each access; before the first update these are all tensors. If names
-        or shapes of the model change, the next access makes another copy, and earlier references no
-        longer follow.
+        later updates and loaded states. Tensors of another dtype or device, subclasses that wrap
+        other tensors, and what is not averaged, are copied at each access; before the first update
+        these are all tensors. If names or shapes of the model change, the next access makes another
+        copy, and earlier references no longer follow.
 
         On CUDA, cuDNN compacts shared weights of recurrent layers at each call, with a warning;
         :meth:`applied` and :meth:`averaged_model` have them in one piece.

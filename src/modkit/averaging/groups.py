@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from modkit._upstream import PLAIN
 from modkit.averaging import precision
 from modkit.averaging.averages import Average, Tensors, can_share
 from modkit.averaging.sharding import local_shard
@@ -97,13 +98,16 @@ class Group:
         )
 
 
-def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list[Group]:
+def grouped(
+    owners: Sequence[Average], currents: Tensors, *, flat: bool, alone: bool = False
+) -> list[Group]:
     """Group tensors of a model, and their averages, by device and dtype.
 
     Args:
         owners: The averages, which have the same names.
         currents: The tensors of the model by name.
         flat: Whether tensors whose averages are in flat buffers are gathered.
+        alone: Whether each tensor is a group of its own, in the order of the model.
 
     Returns:
         The groups, those of flat buffers first. Each tensor is in one of them.
@@ -118,12 +122,22 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, flat: bool) -> list
             continue
         average = first.tensors[name]
         has_error = name in first.errors
-        key = average.device, average.dtype, current.device, current.dtype, has_error
+        key: tuple[Any, ...] = (
+            *(average.device, average.dtype, current.device, current.dtype, has_error),
+            # Subclasses may have arithmetic of their own, or no kernels for lists.
+            *(_kind(average), _kind(current), name if alone else None),
+        )
         if key not in groups:
             groups[key] = Group.like(owners, average)
         groups[key].add(name, current)
 
     return [group for _, group in flat_groups] + list(groups.values())
+
+
+def _kind(tensor: Tensor) -> type[Tensor]:
+    """Return the subclass that a tensor, or its local shard, is of; plain types are one."""
+    kind = type(local_shard(tensor))
+    return Tensor if kind in PLAIN else kind
 
 
 def _flat_groups(owners: Sequence[Average], currents: Tensors) -> list[tuple[list[str], Group]]:

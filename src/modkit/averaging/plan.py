@@ -38,6 +38,7 @@ class Plan:
         models: The models whose tensors end the plan if they are replaced.
         more: Further tensors that end the plan if their metadata change.
         flat: Whether small tensors are gathered into flat buffers.
+        alone: Whether each tensor is stepped by itself, in the order of ``currents``.
         buffers: Whether all buffers end the plan if they are replaced; else those that are
             averaged.
         frozen: Parameters that end the plan if they begin to require gradients.
@@ -53,13 +54,14 @@ class Plan:
         *,
         more: Iterable[Tensor] = (),
         flat: bool = True,
+        alone: bool = False,
         buffers: bool = False,
         frozen: Iterable[Tensor] = (),
     ) -> None:
         self._options = options
         self._currents = currents
         self._copies = copies
-        self._groups: list[Group] = grouped(averages, currents, flat=flat)
+        self._groups: list[Group] = grouped(averages, currents, flat=flat, alone=alone)
         self._meshes = meshes_of(currents.values())
         self._flats: list[FlatBuffer] = []
         for average in averages:

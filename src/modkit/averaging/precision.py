@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from modkit._upstream import (
+    PLAIN,
     copy_all_,
     flatten,
     foreach_devices,
@@ -44,9 +45,6 @@ TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 Weight: TypeAlias = Tensor | float
 
 PRECISIONS: Final = get_args(Precision)
-
-# Types of tensors that have no arithmetic of their own.
-PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 # Types of devices whose elements can be read without synchronization.
 HOST_DEVICES: Final = frozenset({"cpu"})
@@ -171,7 +169,7 @@ def where_(flag: Tensor, tensors: Sequence[Tensor], values: Sequence[Tensor]) ->
 def _moved(tensors: list[Tensor], scratch: Tensor) -> list[Tensor]:
     """Cast or move tensors into memory that is used again, which is several times faster."""
     numel = sum(tensor.numel() for tensor in tensors)
-    if numel > scratch.numel():
+    if numel > scratch.numel() or type(tensors[0]) not in PLAIN:
         return [tensor.to(scratch.device, scratch.dtype) for tensor in tensors]
     views = _views(scratch[:numel], tensors)
     copy_all_(views, tensors)

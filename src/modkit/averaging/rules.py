@@ -181,6 +181,8 @@ class UserFunction(Rule):
     ) -> None:
         self._avg_fn = avg_fn
         self._multi_avg_fn = multi_avg_fn
+        # It is called in the order of the model, whatever the dtypes.
+        self.alone: bool = multi_avg_fn is None
         self._with_grad = with_grad
 
     @override

@@ -26,7 +26,7 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit._upstream import copy_
+from modkit._upstream import PLAIN, copy_
 from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
@@ -105,7 +105,7 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
             with _DetachedCopies(), suppress(Exception):
                 return _compacted(copy.deepcopy(model, dict(copies or {})))
 
-        if has_shards(model) or is_flattened(model.modules()):
+        if hasattr(model, "modules") and (has_shards(model) or is_flattened(model.modules())):
             add_note(
                 error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
             )
@@ -117,7 +117,8 @@ def _compacted(model: ModelT) -> ModelT:
 
     So cuDNN wants them. Where they are not, torch compacts them at each call, with a warning.
     """
-    for module in model.modules():
+    # ``AveragedModel`` takes any object that can be copied, as torch's does.
+    for module in getattr(model, "modules", tuple)():
         if isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()
     return model
@@ -363,7 +364,10 @@ class Swap:
         self._pairs = list(pairs)
         # Lists of one order, that of the pairs. ``_held`` has the local shards of sharded tensors.
         self._tensors = [tensor for _, tensor, _ in self._pairs]
-        self._sharded = frozenset(sharded_places(self._tensors))
+        # Places of shards and of wrappers, whose data are not theirs: elements are exchanged.
+        self._by_element = frozenset(
+            [*sharded_places(self._tensors), *wrapper_places(self._tensors)]
+        )
         self._held: list[Tensor] = []
         self.raws: list[Tensor] = []
         self._pointers: list[int] = []
@@ -380,8 +384,8 @@ class Swap:
         self._held = list(self._tensors)
         values = [value for _, _, value in self._pairs]
         for index, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
-            if index in self._sharded:
-                # FSDP has a pointer of its own to the shard, so the elements are exchanged. In
+            if index in self._by_element:
+                # FSDP has a pointer of its own to the shard, and a wrapper holds other tensors. In
                 # inference mode, a DTensor cannot be detached.
                 with torch.inference_mode(False):
                     self.raws[index] = self._tensors[index].detach().clone()
@@ -392,21 +396,21 @@ class Swap:
         # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
         self._exchange(values)
-        if registered is not None and not self._sharded:
+        if registered is not None and not self._by_element:
             registered.compact()
         self._note()
 
     def _exchange(self, values: list[Tensor]) -> None:
-        """Give the tensors other data: as pointers in one loop in C, unless shards are written."""
-        if not self._sharded:
+        """Give the tensors other data: as pointers in one loop in C, unless some need copies."""
+        if not self._by_element:
             _set_all(self._tensors, values)
             return
         for index, value in enumerate(values):
             self._set(index, value)
 
     def _set(self, index: int, value: Tensor) -> None:
-        if index in self._sharded:
-            _write_shard(self._tensors[index], value)
+        if index in self._by_element:
+            _write_elements(self._tensors[index], value)
         else:
             self._tensors[index].data = value
 
@@ -417,7 +421,7 @@ class Swap:
 
     @cached_property
     def _index(self) -> dict[int, int]:
-        # Only needed while several averages are swapped in, or shards are written.
+        # Only needed while several averages are swapped in, or elements are written.
         return {id(tensor): index for index, tensor in enumerate(self._tensors)}
 
     def position(self, tensor: Tensor) -> int | None:
@@ -489,7 +493,9 @@ class Swap:
     def _written(self, index: int) -> str:
         """Return the message for a write, which has reached the average if the memory is shared."""
         (pointer,) = _pointers([local_shard(self._pairs[index][2])])
-        return MSG_WRITTEN_INSIDE if pointer == self._pointers[index] else MSG_WRITTEN_IN_VAIN
+        # A wrapper has no address, and was written to.
+        is_shared = pointer != 0 and pointer == self._pointers[index]
+        return MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
 
     def _message(self, index: int, template: str) -> str:
         name, tensor, _ = self._pairs[index]
@@ -540,8 +546,28 @@ def any_swapped(model: torch.nn.Module) -> bool:
     return any(raw_value(parameter) is not None for parameter in model.parameters())
 
 
-def _write_shard(tensor: Tensor, value: Tensor) -> None:
-    """Copy into a shard, and adapt the versions by which writes of the user are detected."""
+def is_wrapper(tensor: Tensor) -> bool:
+    """Return True for a subclass that wraps other tensors, which ``tensor.data = ...`` would keep.
+
+    It has elements, but no memory of its own.
+    """
+    if type(tensor) in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and _pointer(tensor) == 0
+
+
+def wrapper_places(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the positions of the tensors that wrap others."""
+    return [
+        index
+        for index, tensor in enumerate(tensors)
+        if type(tensor) not in PLAIN and is_wrapper(tensor)
+    ]
+
+
+@torch.no_grad()
+def _write_elements(tensor: Tensor, value: Tensor) -> None:
+    """Copy into a tensor, and adapt the versions by which writes of the user are detected."""
     held = local_shard(tensor)
     (before,) = versions_of([held])
     held.copy_(local_shard(value))

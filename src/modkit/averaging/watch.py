@@ -12,9 +12,8 @@ from typing import Any, Final, Protocol, cast
 import torch
 from torch import Tensor
 
-from modkit._upstream import tensor_guard
+from modkit._upstream import PLAIN, tensor_guard
 from modkit.averaging.named_tensors import Member, NamedTensors, Registry
-from modkit.averaging.precision import PLAIN
 from modkit.averaging.sharding import is_sharded, local_shard
 
 

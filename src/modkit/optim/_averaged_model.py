@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Generic, cast
 
 import torch
@@ -29,7 +30,18 @@ from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgF
 ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
 
-class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
+class _Base(_TorchAveragedModel, Module):
+    """What ``super(AveragedModel, self)`` is: a module without initialization of its own.
+
+    Torch's class is a base only for ``isinstance``. Subclasses that set its attributes by
+    themselves pass its initialization by, as they would ``torch.nn.Module``'s in torch.
+    """
+
+    def __init__(self) -> None:
+        super(_TorchAveragedModel, self).__init__()
+
+
+class AveragedModel(_Base, Generic[ModelT]):
     """Running average of a model's weights, as a model of its own.
 
     Use it for stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407) and exponential
@@ -113,6 +125,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
     multi_avg_fn: MultiAvgFn | None
     use_buffers: bool
     compensation: Module
+    _device: int | torch.device | None = None
 
     def __init__(
         self,
@@ -130,8 +143,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         trainable_only: bool = False,
         seed: int = 0,
     ) -> None:
-        # Torch's class is a base only for ``isinstance``: its own initialization is not used.
-        super(_TorchAveragedModel, self).__init__()
+        super().__init__()
         if avg_fn is not None and multi_avg_fn is not None:
             raise AssertionError("Only one of avg_fn and multi_avg_fn should be provided")
         if use_buffers and buffers is not None:
@@ -169,6 +181,11 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
             if precision == "compensated":
                 self._add_compensation()
+
+    @cached_property
+    def _runtime(self) -> "_Runtime":
+        """The options of torch's class, where a subclass sets its attributes by itself."""
+        return _Runtime(Options(copy_rest=True, integers=True, owner="AveragedModel"))
 
     def _add_compensation(self) -> None:
         """Add the child module of the error terms; those of a lazy model are made with its plan."""
@@ -280,8 +297,9 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         with uninterrupted():
             # Functions of the user get the tensors one by one, or as lists.
             flat = not isinstance(rule, UserFunction)
-            key = id(self.module), self.use_buffers, flat
-            plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat))
+            alone = isinstance(rule, UserFunction) and rule.alone
+            key = id(self.module), self.use_buffers, flat, alone
+            plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat, alone=alone))
             if runtime.seeds is not None:
                 runtime.average.seed(runtime.seeds.next(counter))
 
@@ -321,7 +339,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
         copies.run_traced()
         self.n_averaged.add_(1)
 
-    def _plan(self, model: torch.nn.Module, *, flat: bool) -> Plan:
+    def _plan(self, model: torch.nn.Module, *, flat: bool, alone: bool) -> Plan:
         """Pair the copy with a model, and group the pairs; ``flat`` uses the flat buffers."""
         if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
             # The copy was made before the model had got its shapes.
@@ -347,6 +365,7 @@ class AveragedModel(_TorchAveragedModel, Module, Generic[ModelT]):
             models=models,
             more=averages.values(),
             flat=flat,
+            alone=alone,
             buffers=self.use_buffers,
         )
 

@@ -17,6 +17,7 @@ from tests.parity.averaging.rules import (
     averaged_of,
     build,
     every_subject,
+    states_after_updates,
     training_states,
 )
 
@@ -206,8 +207,46 @@ def replaced(impl: Implementation) -> Any:
     return averages
 
 
+def set_up_by_hand(averaged: Any, model: torch.nn.Module, impl: Implementation) -> None:
+    """Set the attributes of an averaged model, as subclasses do that avoid its initialization."""
+    averaged.module = copy.deepcopy(model)
+    averaged.register_buffer("n_averaged", torch.tensor(0))
+    averaged.avg_fn = None
+    averaged.multi_avg_fn = impl.get_ema_multi_avg_fn(0.5)
+    averaged.use_buffers = True
+
+
+def not_initialized(impl: Implementation) -> Any:
+    """Subclasses may pass the initialization by, and set the attributes by themselves."""
+
+    class Own(impl.AveragedModel):
+        def __init__(self, model):
+            super(impl.AveragedModel, self).__init__()
+            set_up_by_hand(self, model, impl)
+
+    states = []
+    for make in (Own, lambda _: impl.AveragedModel.__new__(impl.AveragedModel)):
+        model = one_weight(impl)
+        averaged = make(model)
+        if not isinstance(averaged, Own):
+            torch.nn.Module.__init__(averaged)
+            set_up_by_hand(averaged, model, impl)
+        states += states_after_updates(averaged, model, 3)
+        states += states_after_updates(copy.deepcopy(averaged), model, 3)
+    return states
+
+
+def without_a_model(impl: Implementation) -> Any:
+    """The model may be assigned later."""
+    averaged = impl.AveragedModel(None)
+    averaged.module = one_weight(impl)
+    return states_after_updates(averaged, one_weight(impl), 3)
+
+
 SCENARIOS = [
     shown,
+    not_initialized,
+    without_a_model,
     placed,
     updated_elsewhere,
     copied_flags,
@@ -226,6 +265,9 @@ def test_outcomes_are_those_of_torch(scenario: Callable[[Implementation], Any]) 
 
 REFUSED: dict[str, Callable[[Implementation], Any]] = {
     "two functions": lambda impl: impl.AveragedModel(one_weight(impl), None, len, len),
+    "parameters in place of a model": lambda impl: impl.AveragedModel(
+        one_weight(impl).parameters()
+    ),
     "a function as device": lambda impl: impl.AveragedModel(one_weight(impl), len),
     **{
         f"device {device!r}": lambda impl, device=device: impl.AveragedModel(

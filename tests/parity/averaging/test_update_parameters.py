@@ -1,5 +1,8 @@
+import itertools
+
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from modkit.averaging import rules
 from tests.cases import for_each
@@ -76,6 +79,62 @@ def test_what_avg_fn_gets(impl: Implementation) -> None:
     assert not any(a.requires_grad or c.requires_grad for a, c, _ in seen)
     assert seen[0][0].data_ptr() == averaged.module[0].weight.data_ptr()
     assert torch.equal(seen[0][1], model[0].weight)
+
+
+def test_avg_fn_is_called_in_the_order_of_the_model() -> None:
+    """A function with a weight for each parameter gets them in that order, whatever their dtypes."""
+
+    def scenario(impl: Implementation):
+        weights = itertools.cycle(range(6))
+
+        def merged(average, current, count):
+            return average + (current - average) * next(weights) / 8
+
+        first, last = (impl.nn.Linear(2, 2).bfloat16() for _ in range(2))
+        model = impl.nn.Sequential(first, impl.nn.LayerNorm(2), last)
+        averaged = impl.AveragedModel(model, avg_fn=merged)
+        return states_after_updates(averaged, model, 4)
+
+    assert same(scenario)[0] == "returned"
+
+
+class WithoutLists(TwoTensor):
+    """Wraps two tensors, and has no kernels for lists, as subclasses of torchao."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs):
+        if "foreach" in str(func):
+            raise NotImplementedError(f"{func} of WithoutLists")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("as_buffer", [False, True])
+@pytest.mark.parametrize("use_buffers", [False, True])
+def test_subclasses_are_taken_one_by_one(use_buffers: bool, as_buffer: bool) -> None:
+    """Tensors that wrap others need no kernels for lists, beside plain tensors and each other."""
+
+    def scenario(impl: Implementation):
+        model = impl.nn.Linear(2, 2)
+        for name in ("first", "second"):
+            wrapper = WithoutLists(torch.zeros(3), torch.ones(3))
+            if as_buffer:
+                model.register_buffer(name, wrapper)
+            else:
+                model.register_parameter(name, impl.nn.Parameter(wrapper))
+        averaged = impl.AveragedModel(
+            model, avg_fn=impl.swa_utils.get_ema_avg_fn(0.5), use_buffers=use_buffers
+        )
+        seen = []
+        for _ in range(3):
+            with torch.no_grad():
+                for tensor in model.state_dict().values():
+                    tensor.add_(1)
+            averaged.update_parameters(model)
+            module = averaged.module
+            seen += [module.weight.clone(), module.first.a.clone(), module.second.b.clone()]
+        return seen
+
+    assert same(scenario)[0] == "returned"
 
 
 def test_what_multi_avg_fn_gets(impl: Implementation) -> None:

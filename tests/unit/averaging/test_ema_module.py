@@ -176,6 +176,19 @@ def test_an_averaged_model_from_inference_mode_can_be_trained(
     assert averaged[0].weight.ne(before).any()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+@for_each("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(3, 4))])
+def test_models_of_torchscript_can_be_averaged(compiled: Callable[[Any], Any]) -> None:
+    """A scripted module has no `requires_grad_()`; its copies need no gradients all the same."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    ema = modkit.EMA(compiled(model), 0.5)
+    ema.update()
+    copies = ema.averaged_model(), ema.module
+
+    assert all(one(torch.ones(3, 4)).equal(model(torch.ones(3, 4))) for one in copies)
+    assert not any(one.training or any(p.requires_grad for p in one.parameters()) for one in copies)
+
+
 # --- references ------------------------------------------------------------------------------------
 
 

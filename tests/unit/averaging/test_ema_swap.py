@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import utils
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 import modkit
 from modkit.errors import NameMismatchError
@@ -65,6 +66,89 @@ def test_without_an_average_nothing_is_applied() -> None:
     ema.copy_to()
 
     assert inside == model.weight.item() == ema.averaged_model().weight.item() == 3.0
+
+
+def wrapping() -> nn.Module:
+    """Return a model with a parameter and a buffer that wrap other tensors, and a plain one."""
+    model = model_of([4.0])
+    model.register_parameter("wrapper", nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3))))
+    model.register_buffer("held", TwoTensor(torch.zeros(2), torch.zeros(2)))
+    return model
+
+
+def contents(model: nn.Module) -> list[list[float]]:
+    """Return the values of such a model, those of both tensors in each wrapper."""
+    tensors = model.weight, model.wrapper.a, model.wrapper.b, model.held.a, model.held.b
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def moved(model: nn.Module, change: float) -> None:
+    """Add to all values of such a model."""
+    with torch.no_grad():
+        for tensor in (model.weight, model.wrapper, model.held):
+            tensor.add_(change)
+
+
+@for_each("precision", ["fp32", "fp64", "same", "compensated"])
+def test_tensors_that_wrap_others_are_swapped(precision) -> None:
+    """`tensor.data = ...` would leave what they wrap, so the block would see the training weights."""
+    model = wrapping()
+    ema = modkit.EMA(model, [0.5, 0.75], buffers="average", precision=precision)
+    ema.update()
+    moved(model, 4.0)
+    ema.update()
+    trained = contents(model)
+    expected = [contents(ema.averaged_model(index)) for index in range(2)]
+    # Plain tensors beside them move once in each step, too.
+    assert expected[0] == [[6.0], [3.0] * 3, [3.0] * 3, [2.0] * 2, [2.0] * 2]
+    assert expected[1] == [[5.0], [2.0] * 3, [2.0] * 3, [1.0] * 2, [1.0] * 2]
+
+    with ema.applied():
+        seen = [contents(model), contents(ema.module)]
+        with ema.applied(index=1):
+            seen.append(contents(model))
+        seen.append(contents(model))
+        raw = ema.state_dict()["raw"]["wrapper"].a.tolist()
+
+    assert seen == [expected[0], expected[0], expected[1], expected[0]]
+    assert contents(model) == trained
+    assert raw == trained[1]
+
+
+@for_each("by", ["forward", "backward"])
+def test_blocks_with_wrappers_end_in_any_order(by) -> None:
+    """A wrapper has the training weights after the last of two blocks has ended."""
+    model = wrapping()
+    ema = modkit.EMA(model, [0.5, 0.75])
+    ema.update()
+    moved(model, 4.0)
+    ema.update()
+    trained = contents(model)
+    blocks = [ema.applied(), ema.applied(index=1)]
+    for block in blocks:
+        block.__enter__()
+    for block in blocks if by == "forward" else blocks[::-1]:
+        block.__exit__(None, None, None)
+
+    assert contents(model) == trained
+
+
+def test_a_write_to_a_wrapper_inside_is_undone() -> None:
+    """The change is lost, and the error names the parameter; the average keeps its values."""
+    model = wrapping()
+    ema = modkit.EMA(model, 0.5)
+    ema.update()
+    before = contents(model)
+
+    def write() -> None:
+        with ema.applied(), torch.no_grad():
+            model.wrapper.add_(10)
+
+    with pytest.raises(RuntimeError, match=r"wrapper was written to.*the change is lost"):
+        write()
+
+    assert contents(model) == before
+    assert contents(ema.averaged_model()) == before
 
 
 @for_each("dtype", [torch.float32, torch.bfloat16])
