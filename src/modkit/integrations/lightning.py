@@ -554,7 +554,8 @@ class EMACallback(Callback, NamesTheRightClass):
 
         Lightning calls it. Only a fit loads them; an evaluation sees the average, which is the
         ``state_dict``. A checkpoint of Lightning's ``WeightAveraging`` is loaded as well, and one
-        without averages starts averaging anew, with a warning.
+        without averages starts averaging anew, with a warning. What ``on_load_checkpoint()`` of the
+        module has changed in ``state_dict`` does not reach the training weights in the entry.
 
         Args:
             trainer: The Trainer.
