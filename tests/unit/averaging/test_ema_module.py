@@ -176,7 +176,7 @@ def test_an_averaged_model_from_inference_mode_can_be_trained(
     assert averaged[0].weight.ne(before).any()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
 @for_each("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(3, 4))])
 def test_models_of_torchscript_can_be_averaged(compiled: Callable[[Any], Any]) -> None:
     """A scripted module has no `requires_grad_()`; its copies need no gradients all the same."""
