@@ -29,7 +29,8 @@ The tests run with each release of torch from 2.8 to 2.15. All of these have all
 - ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
   tests rebind some of the names.
-- ``modes_are_active``, ``tensors_are_fake``: torch has no public function for active modes.
+- ``modes_are_active``, ``transforms_are_active``, ``tensors_are_fake``: torch has no public
+  function for active modes and transforms.
 - ``package_writer``: a ``torch.package`` is the form in which torch takes TorchScript with storages
   in memory.
 - ``restore_of``: the rules of ``map_location``.
@@ -453,6 +454,19 @@ def modes_are_active() -> bool:
     """
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
+
+
+def transforms_are_active() -> bool:
+    """Return True inside dispatch modes, transforms of ``torch.func`` and forward AD.
+
+    Returns:
+        False where an operation on a list of tensors may stand for one on each.
+    """
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
+        or cast("Any", torch.autograd.forward_ad)._current_level >= 0
+    )
 
 
 # ``fast_inference`` calls it between the graphs of compiled code.

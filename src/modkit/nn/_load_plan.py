@@ -5,6 +5,7 @@ There is a plan if no class and no hook takes part in loading.
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -15,12 +16,12 @@ from modkit._messages import add_note
 from modkit._tree import descend
 from modkit._upstream import (
     FunctionT,
-    copy_,
     copy_all_,
     layer_loaders,
     make_parameter,
     module_globals,
     original_methods,
+    transforms_are_active,
 )
 from modkit.errors import MigrationError
 from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
@@ -232,17 +233,19 @@ class Plan:
         unsure = self.unsure
         sure = [entry for entry in self.entries if entry[3] not in unsure]
         targets, values = [entry[4] for entry in sure], [entry[5] for entry in sure]
-        if len(set(map(id, targets))) < len(targets):
-            # One by one: a tensor in several places ends up with its last value, which may be the
-            # tensor itself, with what was loaded into it before.
-            for target, value in zip(targets, values, strict=True):
-                copy_(target, value)
-        elif targets:
-            copy_all_(targets, values, mixed=True)
+        rest = self.entries
 
-        for entry in self.entries if unsure else ():
-            if entry[3] in unsure:
-                loading.errors += write(entry, assign=False, ties=None)
+        # Otherwise one by one: the list kernel has no rules for transforms, and a tensor in several
+        # places ends up with its last value, which may be the tensor itself, with what was loaded
+        # into it before.
+        if targets and len(set(map(id, targets))) == len(targets) and not transforms_are_active():
+            # If it fails, too: each error names its entry, and the other entries are loaded.
+            with suppress(Exception):
+                copy_all_(targets, values, mixed=True)
+                rest = [entry for entry in self.entries if entry[3] in unsure] if unsure else []
+
+        for entry in rest:
+            loading.errors += write(entry, assign=False, ties=None)
 
     def _assign_all(self, loading: Load) -> None:
         uses = Counter(id(entry[4]) for entry in self.entries)

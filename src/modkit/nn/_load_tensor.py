@@ -6,7 +6,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from modkit._upstream import storage_identity
+from modkit._upstream import copy_, storage_identity
 
 
 # Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new
@@ -188,6 +188,8 @@ def write(entry: Entry, *, assign: bool, ties: Ties | None) -> list[str]:
             if isinstance(target, Parameter):
                 value = _assigned(target, value, ties)
             setattr(module, name, value)
+        elif type(value) in PLAIN:
+            copy_(target, value)
         else:
             target.copy_(value)
     except Exception as error:  # noqa: BLE001 - all problems are reported together

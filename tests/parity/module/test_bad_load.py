@@ -183,3 +183,29 @@ def test_a_refused_load_warns_of_copies_to_the_meta_device(impl: Implementation)
     assert caught[0].filename == (
         torch.nn.modules.module.__file__ if impl.name == "torch" else __file__
     )
+
+
+@for_each("tied", [False, True])
+def test_an_error_of_one_copy_names_its_entry(tied: bool) -> None:
+    """Where one tensor cannot be copied, the error names it, and the other tensors are loaded."""
+
+    def scenario(impl):
+        module = impl.Module()
+        memory = torch.arange(4.0)
+        module.a = torch.nn.Parameter(torch.zeros(2))
+        # The value is in a part of the memory that is written to.
+        module.b = torch.nn.Parameter(memory[:3])
+        module.c = torch.nn.Parameter(torch.zeros(2))
+        module.d = module.c if tied else None
+        state = {"a": torch.ones(2), "b": memory[1:], "c": torch.ones(2), "d": torch.ones(2)}
+        if not tied:
+            del state["d"]
+        try:
+            result = repr(module.load_state_dict(state))
+        except RuntimeError as error:
+            result = str(error)
+        return result, dict(module.state_dict())
+
+    _, (_, ((_, text), _)) = same(scenario)
+
+    assert 'While copying the parameter named "b"' in text
