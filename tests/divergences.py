@@ -78,6 +78,7 @@ ROWS: Final = (
         "loading: a refused load",
         "tests/parity/fixes/test_load.py::test_a_refused_load_changes_nothing",
         "tests/parity/fixes/test_load.py::test_a_tensor_that_cannot_be_copied_changes_nothing",
+        "tests/parity/fixes/test_load.py::test_a_model_made_in_inference_mode_keeps_its_values",
     ),
     _row(
         "torch",

@@ -111,11 +111,24 @@ def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
         or value.layout is not torch.strided
         or value.is_meta
         or target.is_meta
-        or target.is_inference()
+        or _is_of_inference_mode(target)
         # Strided, and no two elements at one place.
         or not target.is_contiguous()
         or (target.dtype is not dtype and target.dtype not in _PLAIN_DTYPES)
     )
+
+
+def _is_of_inference_mode(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor made in inference mode, also if it has other data since.
+
+    A cast outside gives a parameter data that is not of that mode. Only the version counter, which
+    it lacks, shows that writes are refused.
+    """
+    try:
+        tensor._version  # noqa: B018 - raises
+    except RuntimeError:
+        return True
+    return False
 
 
 def try_out(entry: Entry, *, assign: bool) -> list[str]:
@@ -134,8 +147,7 @@ def try_out(entry: Entry, *, assign: bool) -> list[str]:
     try:
         with torch.no_grad():
             if not assign:
-                scratch = target if _refuses_writes(target) else target.clone()
-                scratch.copy_(value)
+                _scratch(target).copy_(value)
             elif isinstance(target, Parameter) and isinstance(value, Parameter):
                 before = value.requires_grad
                 value.requires_grad_(target.requires_grad)
@@ -147,14 +159,20 @@ def try_out(entry: Entry, *, assign: bool) -> list[str]:
     return []
 
 
-def _refuses_writes(target: torch.Tensor) -> bool:
-    """Return True for a tensor whose copy could be written to although it cannot itself."""
+def _scratch(target: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that takes and refuses the values that the target does.
+
+    It is the target itself only where every write raises before it changes something.
+    """
     if torch.nn.parameter.is_lazy(target):
-        return True
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return True
+        return target
+    if _is_of_inference_mode(target) and not torch.is_inference_mode_enabled():
+        # Torch notices the write to such a tensor only when it has been made.
+        with torch.inference_mode():
+            return target.clone()
     strides = target.stride() if target.layout is torch.strided else ()
-    return any(step == 0 and size > 1 for step, size in zip(strides, target.shape, strict=False))
+    repeats = any(step == 0 and size > 1 for step, size in zip(strides, target.shape, strict=False))
+    return target if repeats else target.clone()
 
 
 def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: BaseException) -> str:

@@ -89,6 +89,20 @@ def test_a_tensor_that_cannot_be_copied_changes_nothing(impl: Implementation, ki
     assert unchanged(model, before)
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_model_made_in_inference_mode_keeps_its_values(impl: Implementation, cast: bool) -> None:
+    """Outside of the mode its tensors refuse to be written, also after a cast; none has changed."""
+    with torch.inference_mode():
+        model = network(impl)
+    if cast:
+        model.double()
+    before = values(model)
+    with pytest.raises(RuntimeError, match="Inplace update to inference tensor"):
+        model.load_state_dict(other_values(model))
+
+    assert unchanged(model, before)
+
+
 def test_a_hook_that_takes_part_gets_torchs_order(impl: Implementation) -> None:
     """With a hook in the tree, modules load one after the other, and see those before loaded."""
     model = network(impl)
