@@ -285,12 +285,17 @@ _SettingClasses: Final = standard_classes(
 )
 
 
+_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
+
+
 def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:
     """Return True if registering a member of ``module`` is no more than entering it in a dict."""
     state = module.__dict__
-    parameters = state["_parameters"]
+    parameters = module._parameters
     return (
         classes[type(module)]
+        # Registering reads these from the instance, whatever its class has.
+        and state.keys() >= _TABLES
         and "register_parameter" not in state
         and "register_buffer" not in state
         # A plain attribute, buffer or child with a parameter's name is deleted by an assignment.
@@ -493,8 +498,8 @@ def _plan_one(
     state = module.__dict__
     if (
         "_modules" not in state
-        or state["_load_state_dict_pre_hooks"]
-        or state["_load_state_dict_post_hooks"]
+        or module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
         or "_load_from_state_dict" in state
     ):
         raise _NotPlannedError
@@ -511,7 +516,7 @@ def _plan_one(
                 # It is raised again where torch meets it.
                 raise _NotPlannedError from error
 
-    if state["_parameters"] or state["_buffers"]:
+    if module._parameters or module._buffers:
         check_own(
             module, loading.entries, prefix, plan.entries, loading.missing, plan, loading.assign
         )
@@ -555,10 +560,11 @@ def check_own(
     Raises:
         _NotPlannedError: With a plan, a name has a dot, so that its key may be that of a child.
     """
-    state = module.__dict__
-    places: tuple[tuple[Any, Any], ...] = ((state["_parameters"], ()),)
-    if state["_buffers"]:
-        places = (*places, (state["_buffers"], state["_non_persistent_buffers_set"]))
+    # Read as attributes: a class may have a property of such a name.
+    places: tuple[tuple[Any, Any], ...] = ((module._parameters, ()),)
+    buffers = module._buffers
+    if buffers:
+        places = (*places, (buffers, module._non_persistent_buffers_set))
 
     for members, transient in places:
         for name, target in members.items():
@@ -594,9 +600,10 @@ def own_names(module: torch.nn.Module) -> set[str]:
     Returns:
         The names of parameters and persistent buffers that are not None.
     """
-    transient = module._non_persistent_buffers_set
-    buffers = (item for item in module._buffers.items() if item[0] not in transient)
-    members = (*module._parameters.items(), *buffers)
+    buffers = module._buffers
+    transient = module._non_persistent_buffers_set if buffers else ()
+    persistent = (item for item in buffers.items() if item[0] not in transient)
+    members = (*module._parameters.items(), *persistent)
     return {name for name, tensor in members if tensor is not None}
 
 

@@ -338,3 +338,66 @@ def test_extra_state_comes_after_the_members(failing):
         return log
 
     assert same(scenario)[0] == ("raised" if failing else "returned")
+
+
+def reading(impl: Implementation, table: str) -> type[torch.nn.Module]:
+    """Return a class that has the table of another module as a property."""
+
+    class Reading(impl.Module):
+        def __init__(self, other: torch.nn.Module) -> None:
+            super().__init__()
+            object.__setattr__(self, "other", other)
+
+    # The constructor of ``Module`` sets what it does not find.
+    get = lambda self: getattr(self.__dict__.get("other"), table, {})
+    setattr(Reading, table, property(get, lambda self, value: None))
+    return Reading
+
+
+@for_each("table", ["_parameters", "_buffers", "_modules"])
+@for_each("below", [False, True])
+def test_a_class_with_a_property_for_a_table(table: str, below: bool) -> None:
+    """The members that the property returns are loaded, as they are saved."""
+
+    def scenario(impl):
+        other = tree(impl)
+        module = reading(impl, table)(other)
+        if below:
+            parent = impl.Module()
+            parent.child = module
+            module = parent
+        state = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+        result = module.load_state_dict(state)
+        return [*state], result, dict(other.state_dict()), dict(module.state_dict())
+
+    assert same(scenario)[0] == "returned"
+
+
+TABLES = (
+    *("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+
+
+@for_each("table", TABLES)
+@for_each("below", [False, True])
+@for_each("assign", [False, True])
+def test_a_module_that_lacks_a_table(table: str, below: bool, assign: bool) -> None:
+    """The error names the attribute, and the table may be one of the class."""
+
+    def scenario(impl):
+        outcomes = []
+        for of_the_class in (False, True):
+            module = tree(impl)
+            state = module.state_dict()
+            part = module.left if below else module
+            value = part.__dict__.pop(table)
+            if of_the_class:
+                setattr(type(part), table, value)
+            try:
+                outcomes.append(module.load_state_dict(state, assign=assign))
+            except (AttributeError, RuntimeError) as error:
+                outcomes.append((type(error).__name__, str(error)))
+        return outcomes
+
+    assert same(scenario)[0] == "returned"
