@@ -64,6 +64,20 @@ def test_an_override_of_the_model_is_called() -> None:
     assert modkit.load_state_dict(Wrapped(), {}, strict=False, assign=True) == ("own", False, True)
 
 
+@pytest.mark.parametrize("base", [modkit.nn.Module, torch.nn.Module], ids=["modkit", "torch"])
+def test_an_override_without_assign_is_called(base: type[torch.nn.Module]) -> None:
+    """A ``load_state_dict`` that was written before torch had ``assign`` gets ``strict`` alone."""
+
+    class Old(base):
+        def load_state_dict(self, state_dict, strict=True):
+            return ("own", strict)
+
+    assert modkit.load_state_dict(Old(), {}) == ("own", True)
+    assert modkit.load_state_dict(Old(), {}, strict=False) == ("own", False)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'assign'"):
+        modkit.load_state_dict(Old(), {}, assign=True)
+
+
 @pytest.mark.parametrize("model", [None, {"weight": torch.ones(1)}, torch.nn.Linear])
 def test_what_is_not_a_module(model: object) -> None:
     """The error names the function and what it was given."""

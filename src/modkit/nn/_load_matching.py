@@ -1,5 +1,6 @@
 """``load_matching``: loading the entries of a state dict that fit, and saying what was left out."""
 
+import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -91,7 +92,8 @@ def load_matching(
         NameMismatchError: If no entry fits. The note below it says why.
         ValueError: If two entries get one name, or ``rename`` has a name that no entry has.
         RuntimeError: If a tensor that fits cannot be written, or an old state dict not be migrated.
-        TypeError: If the model is not a ``torch.nn.Module``, or the state dict is not a mapping.
+        TypeError: If the model is not a ``torch.nn.Module``, or its own ``load_state_dict`` has no
+            argument ``strict``; or the state dict is not a mapping.
 
     Example:
         >>> import modkit, torch
@@ -126,9 +128,7 @@ def load_matching(
         unexpected = {*loaded_entries.unexpected}
         missing = {*loaded_entries.missing}
     else:
-        keys = model.load_state_dict(entries, strict=False)
-        unexpected = {*keys.unexpected_keys}
-        missing = {*keys.missing_keys}
+        missing, unexpected = map(set, _load_by_override(model, entries, targets))
 
     skipped |= {old_names[name]: "not in the model" for name in entries if name in unexpected}
     # Other names that were taken: extra state, or entries that a class migrated.
@@ -221,6 +221,33 @@ def _old_names(
         name: unchanged.get(name, by_identity.get(id(value), name))
         for name, value in migrated.items()
     }
+
+
+def _load_by_override(
+    model: torch.nn.Module, entries: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
+) -> tuple[Iterable[str], Iterable[str]]:
+    """Call the model's own ``load_state_dict``; return the missing and the unexpected keys.
+
+    Some overrides do not return the keys; then the names are compared.
+
+    Raises:
+        TypeError: If it has no argument ``strict``.
+    """
+    load: Callable[..., Any] = model.load_state_dict
+    try:
+        inspect.signature(load).bind(entries, strict=False)
+    except TypeError as error:
+        raise TypeError(
+            f"modkit.load_matching(): {type(model).__name__}.load_state_dict() does not accept "
+            "strict=False, which leaves out what does not fit; give it the arguments of "
+            "torch.nn.Module.load_state_dict(). Nothing has been changed."
+        ) from error
+
+    keys: tuple[Iterable[str], Iterable[str]] | None = load(entries, strict=False)
+    if keys is None:
+        names = {*targets, *model.state_dict()}
+        keys = targets.keys() - entries.keys(), entries.keys() - names
+    return keys
 
 
 def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:

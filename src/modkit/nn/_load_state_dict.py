@@ -168,7 +168,9 @@ def load_state_dict(
             f"got {torch.typename(model)}"
         )
     if not is_standard(model, "load_state_dict"):
-        keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, assign=assign)
+        # An override may be from before ``assign``.
+        options = {"assign": assign} if assign else {}
+        keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, **options)
         return keys
     return load(model, state_dict, strict=strict, assign=assign)
 

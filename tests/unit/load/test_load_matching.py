@@ -248,6 +248,55 @@ def test_a_model_with_a_loader_of_its_own():
     assert calls == [["layer.weight"]]
 
 
+@every_base
+def test_a_loader_that_returns_nothing(base):
+    """The keys are compared, where the model's own ``load_state_dict`` does not return them."""
+
+    class Own(base):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+            self.other = torch.nn.Linear(1, 1)
+
+        def load_state_dict(self, state_dict, strict=True):
+            super().load_state_dict(state_dict, strict)
+
+        def get_extra_state(self):
+            return 3
+
+        def set_extra_state(self, state):
+            self.loaded = state
+
+    model = Own()
+    state = {"layer.weight": torch.ones(1, 1), "layer.bias": torch.ones(2)}
+    state |= {"stray": torch.ones(1), "_extra_state": 5}
+    matched = modkit.load_matching(model, state)
+
+    assert matched.loaded == ["layer.weight", "_extra_state"]
+    assert matched.skipped == {
+        "layer.bias": "shape [2], the model has [1]",
+        "stray": "not in the model",
+    }
+    assert matched.missing == ["layer.bias", "other.weight", "other.bias"]
+    assert model.loaded == 5
+
+
+@every_base
+def test_a_loader_without_strict(base):
+    """It is refused before it is called, with what to do."""
+
+    class Own(base):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def load_state_dict(self, state_dict):
+            raise AssertionError
+
+    with pytest.raises(TypeError, match=r"Own.load_state_dict\(\) does not accept strict=False"):
+        modkit.load_matching(Own(), {"layer.weight": torch.ones(1, 1)})
+
+
 def test_the_table():
     """The result shows what was left out, in printable lines of which there are not too many."""
     model = network(OURS, classes=5)
