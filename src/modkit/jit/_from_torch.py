@@ -40,7 +40,7 @@ def blank(cls: Any) -> Any:
         The instance.
     """
     module = cls.__new__(cls)
-    fill(module.__dict__)
+    fill(module)
     return module
 
 

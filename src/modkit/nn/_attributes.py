@@ -18,17 +18,19 @@ _TORCH_REGISTER_PARAMETER: Final = original_methods["register_parameter"]
 _TORCH_ADD_MODULE: Final = original_methods["add_module"]
 
 
-def fill(state: dict[str, Any]) -> None:
-    """Enter the attributes of a module that holds nothing yet into its dict, in torch's order.
+def fill(module: torch.nn.Module) -> None:
+    """Set the attributes of a module that holds nothing yet, in torch's order.
 
     The order is observable: pickles, ``copy`` and ``vars(module)`` list the attributes in it.
 
     Args:
-        state: The ``__dict__`` of a module, which gets the attributes.
+        module: The module, which gets the attributes.
     """
-    # Written out, as this is half of the time of ``Module()``.
-    state["training"] = True
+    # A class may have a property of this name, or a slot.
+    object.__setattr__(module, "training", True)
+    state = module.__dict__
 
+    # Written out, as this is half of the time of ``Module()``.
     state["_parameters"] = {}
     state["_buffers"] = {}
     state["_non_persistent_buffers_set"] = set()
@@ -79,7 +81,7 @@ def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa:
     ):
         of_torch(self, "__init__")(*args, **kwargs)
     else:
-        fill(self.__dict__)
+        fill(self)
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
