@@ -238,10 +238,13 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
 @lru_cache(maxsize=1024)
 def _kind_of(cls: Any) -> Kind | None:
     """Return the computation of a class, or None to take torch's own path."""
+    # A mock or a proxy that claims to be a module may not have a ``forward``.
+    if not is_standard(cls):
+        return None
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     is_lazy = issubclass(cls, LazyModuleMixin)
-    if owner is nn.Module or is_lazy or not _is_of_torch(forward) or not is_standard(cls):
+    if owner is nn.Module or is_lazy or not _is_of_torch(forward):
         return None
 
     # BatchNorm2d inherits ``forward``, so the class of the table need not be its owner.
@@ -316,4 +319,4 @@ def finds_members_as_torch(cls: Any) -> bool:
 
 
 def _has(cls: Any, *names: str) -> bool:
-    return all(getattr(cls, name) is original_methods[name] for name in names)
+    return all(getattr(cls, name, None) is original_methods[name] for name in names)

@@ -456,3 +456,46 @@ def test_same_inside(impl, scenario):
     result = same_inside(lambda scope: scenario(scope, impl))
 
     assert result[0] == "returned"
+
+
+class Proxy:
+    """Stand in for a module, as proxies of wrapt do: only its type differs."""
+
+    def __init__(self, module):
+        object.__setattr__(self, "_module", module)
+
+    __class__ = property(lambda self: type(object.__getattribute__(self, "_module")))
+    __dict__ = property(lambda self: vars(object.__getattribute__(self, "_module")))
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "_module"), name)
+
+    def __call__(self, *args):
+        """Call the module."""
+        return object.__getattribute__(self, "_module")(*args)
+
+
+IMITATIONS = {
+    "mock of a class": lambda impl: mock.Mock(spec=impl.nn.Module, return_value=torch.ones(3, 2)),
+    "mock of a layer": lambda impl: mock.MagicMock(spec=nn.Linear(2, 2), side_effect=torch.relu),
+    "proxy of a layer": lambda impl: Proxy(nn.Linear(2, 2)),
+    "proxy of a user's module": lambda impl: Proxy(user_module(impl)),
+}
+
+
+@for_each("name", IMITATIONS)
+@for_each("place", ["root", "container", "user's module"])
+def test_objects_that_claim_to_be_modules(impl, name, place):
+    """A mock or a proxy is called as it is outside of the block."""
+
+    def scenario(scope):
+        model = imitation = IMITATIONS[name](impl)
+        if place == "container":
+            model = nn.Sequential(nn.Linear(2, 2), imitation)
+        elif place == "user's module":
+            model = user_module(impl, lambda self, x: self.part(x))
+            model.part = imitation
+        with scope(model):
+            return model(torch.ones(3, 2))
+
+    assert same_inside(scenario)[0] == "returned"
