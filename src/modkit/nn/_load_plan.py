@@ -380,7 +380,8 @@ def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
     return plan
 
 
-_MIGRATING: Final[set[object]] = set(layer_loaders)
+# By identity, as ``STANDARD``. Each function is held, so that no other object gets its identity.
+_MIGRATING: Final[dict[int, object]] = {id(loader): loader for loader in layer_loaders}
 
 
 def only_migrates(loader: FunctionT) -> FunctionT:
@@ -392,12 +393,13 @@ def only_migrates(loader: FunctionT) -> FunctionT:
     Returns:
         The function itself, so that this can decorate it.
     """
-    _MIGRATING.add(loader)
+    _MIGRATING[id(loader)] = loader
     return loader
 
 
-# The loaders of classes that declare migrations, and what migrates a whole state dict.
-_MIGRATING_BEFORE: Final[dict[object, Any]] = {}
+# The loaders of classes that declare migrations, by identity, each with the function that migrates
+# a whole state dict.
+_MIGRATING_BEFORE: Final[dict[int, tuple[object, Any]]] = {}
 
 
 def migrates_before(loader: object, migrate: Any) -> None:
@@ -407,7 +409,7 @@ def migrates_before(loader: object, migrate: Any) -> None:
         loader: The function of a class that declares migrations.
         migrate: Returns the migrated entries of a whole state dict, for a model.
     """
-    _MIGRATING_BEFORE[loader] = migrate
+    _MIGRATING_BEFORE[id(loader)] = loader, migrate
 
 
 def declared_migration(model: torch.nn.Module) -> Any:
@@ -425,9 +427,9 @@ def declared_migration(model: torch.nn.Module) -> Any:
     descend(model, True, enter)
     for cls in classes:
         for base in cls.__mro__:
-            migrate = _MIGRATING_BEFORE.get(base.__dict__.get("_load_from_state_dict"))
-            if migrate is not None:
-                return migrate
+            loader = id(base.__dict__.get("_load_from_state_dict"))
+            if loader in _MIGRATING_BEFORE:
+                return _MIGRATING_BEFORE[loader][1]
     return None
 
 
@@ -454,16 +456,16 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
         if reads_as_written and getattr(cls, "set_extra_state", None) is _TORCH_SET_EXTRA_STATE:
             migrating = {}
             bases = cls.__mro__
-            if cls._load_from_state_dict in STANDARD and bases[-2] is TorchModule:
+            if id(cls._load_from_state_dict) in STANDARD and bases[-2] is TorchModule:
                 # Ours or torch's, and no class behind torch's has another one.
                 bases = ()
 
             for base in bases:
-                loader = base.__dict__.get("_load_from_state_dict", TORCH_LOAD)
+                loader = id(base.__dict__.get("_load_from_state_dict", TORCH_LOAD))
                 if loader in STANDARD:
                     continue
                 if loader in _MIGRATING_BEFORE:
-                    self.before[cls] = _MIGRATING_BEFORE[loader]
+                    self.before[cls] = _MIGRATING_BEFORE[loader][1]
                     continue
                 if loader not in _MIGRATING:
                     migrating = None

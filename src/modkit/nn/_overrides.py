@@ -22,8 +22,10 @@ TorchModule: Final = torch.nn.Module
 is_dynamo_compiling: Final = torch.compiler.is_dynamo_compiling
 
 # The methods whose behaviour the mechanisms know: torch's functions as torch wrote them, and ours.
-STANDARD: Final[set[object]] = {
-    value for value in original_methods.values() if isinstance(value, types.FunctionType)
+# By identity, since what a class has under the name of a method need not be hashable. All of these
+# functions live as long as the process, so no other object gets the identity of one.
+STANDARD: Final[set[int]] = {
+    id(value) for value in original_methods.values() if isinstance(value, types.FunctionType)
 }
 
 # Names of methods, each with the function that torch wrote.
@@ -39,7 +41,7 @@ def standard(function: FunctionT) -> FunctionT:
     Returns:
         The function, named as a method of ``Module``.
     """
-    STANDARD.add(function)
+    STANDARD.add(id(function))
     function.__qualname__ = f"Module.{function.__name__}"
     return function
 
@@ -135,7 +137,7 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
         return False
     for name, original in asked:
         if (
-            getattr(cls, name, None) not in STANDARD
+            id(getattr(cls, name, None)) not in STANDARD
             or name in module.__dict__
             or getattr(TorchModule, name) is not original
         ):
@@ -176,7 +178,7 @@ class StandardClasses(dict[type, bool]):
             # A class that has torch's function has it whether or not ``torch.nn.Module`` is
             # patched.
             if function is not original and (
-                function not in STANDARD or getattr(TorchModule, name) is not original
+                id(function) not in STANDARD or getattr(TorchModule, name) is not original
             ):
                 plain = False
                 break

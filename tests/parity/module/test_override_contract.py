@@ -263,6 +263,49 @@ def test_a_replacement_that_is_no_function_is_bound_as_in_torch(name: str, kind:
     assert expected[0]
 
 
+class Unhashable(Descriptor):
+    """Compares by value, and so has no hash; a class returns it as it is."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable) and self.function is other.function
+
+    def __get__(self, instance, owner=None):
+        """Bind the function to an instance."""
+        return self if instance is None else functools.partial(self.function, instance)
+
+    def __call__(self, *args, **kwargs):
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+
+def unhashable_seen(impl: Implementation, name: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Put an object without a hash into a user's class; return the calls that it sees."""
+    original = getattr(torch.nn.Module, name)
+    seen: dict[str, list[tuple[Any, ...]]] = {}
+    for operation in OPERATIONS:
+        log = seen[operation.__name__] = []
+
+        def record(*args, log=log, **kwargs):
+            log.append((*map(shown, args), sorted(kwargs)))
+            return original(*args, **kwargs)
+
+        module = network(impl)
+        setattr(type(module.leaf), name, Unhashable(record))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            operation(module)
+    return seen
+
+
+# Torch's ``forward``, and its methods for extra state, raise if they are called.
+@for_each("name", [name for name in METHODS if name != "forward" and "extra_state" not in name])
+def test_a_method_may_be_an_object_without_a_hash(name: str) -> None:
+    """A class may have a callable object under the name of a method, which compares by value."""
+    assert unhashable_seen(MODKIT, name) == unhashable_seen(TORCH, name)
+
+
 @for_each("name", METHODS)
 def test_the_arguments_of_a_method_are_found_without_its_wrapper(
     impl: Implementation, name: str

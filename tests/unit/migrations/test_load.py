@@ -253,6 +253,37 @@ def test_moved_children_whose_versions_cannot_be_found():
     assert torch.equal(model.get_submodule("1").w, value.t())
 
 
+def test_a_moved_child_whose_loader_has_no_hash():
+    """Its class migrates by an object that compares by value, and so its version counts."""
+
+    class Loader:
+        __hash__ = None
+
+        def __eq__(self, other):
+            return isinstance(other, Loader)
+
+        def __get__(self, instance, owner=None):
+            """Return the method of an instance, and else the object."""
+            method = torch.nn.Module._load_from_state_dict
+            return self if instance is None else method.__get__(instance)
+
+    class Child(torch.nn.Linear):
+        _version = 2
+        _load_from_state_dict = Loader()
+
+    @mig.declare({2: [mig.rename("old.**", "new.**")]})
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.new = Child(1, 1)
+
+    old = OrderedDict({"old.weight": torch.ones(1, 1), "old.bias": torch.ones(1)})
+    old._metadata = {"": {"version": 1}, "old": {"version": 1}}
+
+    with pytest.raises(RuntimeError, match="new: Child was saved as old"):
+        Net().load_state_dict(old)
+
+
 def test_an_old_state_dict_migrates_once(monkeypatch):
     """Modkit's loader migrates the whole state dict once, and calls the loader of no class."""
     calls = []
