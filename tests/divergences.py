@@ -69,6 +69,7 @@ ROWS: Final = (
     _shown(
         "loading: assign=True and the argument",
         "tests/parity/fixes/test_load.py::test_assign_leaves_nothing_behind_in_the_state_dict",
+        "tests/parity/fixes/test_load.py::test_a_flag_that_torch_left_in_a_state_dict_does_not_count",
     ),
     _shown(
         "loading: keys below a child that is None",

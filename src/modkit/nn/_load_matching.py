@@ -14,7 +14,7 @@ from modkit._namespace import publish
 from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
-from modkit.nn._load_plan import Load, declared_migration, tensors_of
+from modkit.nn._load_plan import Load, declared_migration, read_once, tensors_of
 from modkit.nn._load_state_dict import run_load
 from modkit.nn._load_tensor import check
 from modkit.nn._overrides import TorchModule, is_standard
@@ -105,6 +105,7 @@ def load_matching(
           missing  bias      keeps its value
     """  # noqa: DOC501 - _nothing_fits() makes a NameMismatchError
     _check_types(model, state_dict)
+    state_dict = read_once(state_dict)
     new_names = _new_names(state_dict, strip, rename)
     loading = _migrated(model, state_dict, new_names)
 

@@ -34,6 +34,24 @@ _TORCH_GETATTR: Final = original_methods["__getattr__"]
 _MISSING: Final = object()
 
 
+def read_once(state_dict: Mapping[str, Any]) -> Any:
+    """Return the entries of a mapping as a dict, which can be read again.
+
+    A mapping that is not a dict may read files, or give its entries away.
+
+    Args:
+        state_dict: Names to tensors and extra state.
+
+    Returns:
+        The argument itself if it is a dict.
+    """
+    if isinstance(state_dict, dict):
+        return state_dict
+    entries: Any = OrderedDict(state_dict)
+    entries._metadata = getattr(state_dict, "_metadata", None)
+    return entries
+
+
 class Load:
     """One load: what is loaded, and what is wrong with it.
 
@@ -103,6 +121,8 @@ class Load:
         """
         # A copy, so that the flag does not stay behind in the caller's state dict.
         local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
+        # Torch leaves the flag of an earlier load in the state dict, and so in files.
+        local.pop("assign_to_params_buffers", None)
         if self.assign:
             local["assign_to_params_buffers"] = self.assign
         return local

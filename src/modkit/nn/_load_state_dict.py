@@ -20,6 +20,7 @@ from modkit.nn._load_plan import (
     make_plan,
     may_plan,
     own_names,
+    read_once,
     tensors_of,
 )
 from modkit.nn._load_tensor import Entry, Ties, warn_if_meta, write
@@ -88,6 +89,7 @@ def run_load(
     """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    state_dict = read_once(state_dict)
 
     if may_plan(self):
         loading = Load(state_dict, assign=assign)

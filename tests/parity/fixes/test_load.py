@@ -192,6 +192,23 @@ def test_assign_leaves_nothing_behind_in_the_state_dict(impl: Implementation, ho
     assert torch.equal(weight, state["weight"])
 
 
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_flag_that_torch_left_in_a_state_dict_does_not_count(
+    impl: Implementation, hooked: bool
+) -> None:
+    """A state dict that torch has loaded with ``assign=True``, and then was saved, is copied."""
+    state = torch.nn.Linear(2, 2).state_dict()
+    torch.nn.Linear(2, 2).load_state_dict(state, assign=True)
+    model = impl.own.Linear(2, 2)
+    if hooked:
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    weight = model.weight
+    model.load_state_dict(state)
+
+    assert model.weight is weight
+    assert torch.equal(weight, state["weight"])
+
+
 def test_a_load_that_takes_nothing_warns(impl: Implementation) -> None:
     """With ``strict=False``, names that have a prefix too much would pass unnoticed."""
     model = network(impl)

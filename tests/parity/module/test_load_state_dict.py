@@ -1,4 +1,5 @@
 import collections
+import collections.abc
 import types
 
 import pytest
@@ -81,6 +82,37 @@ def test_any_mapping_is_accepted(wrap):
         return result, dict(module.state_dict()), list(mapping) == list(state)
 
     assert same(scenario)[0] == "returned"
+
+
+class Consumed(collections.abc.Mapping):
+    """Gives each entry away, as a stream does: it can be read once."""
+
+    def __init__(self, entries):
+        self._entries = dict(entries)
+
+    def __getitem__(self, key):
+        return self._entries.pop(key)
+
+    def __iter__(self):
+        return iter([*self._entries])
+
+    def __len__(self):
+        return len(self._entries)
+
+
+@for_each("hooked", [False, True])
+@for_each("change", [{}, {"gain": torch.ones(3)}])
+def test_a_mapping_is_read_once(hooked, change):
+    """Each entry is read once, whether or not a hook takes part, and whether or not all fit."""
+
+    def scenario(impl):
+        module = tree(impl)
+        if hooked:
+            module.right.register_load_state_dict_pre_hook(lambda *_: None)
+        result = module.load_state_dict(Consumed({**source(impl).state_dict(), **change}))
+        return result, dict(module.state_dict())
+
+    assert same(scenario)[0] == ("raised" if change else "returned")
 
 
 @pytest.mark.parametrize("elements", [0, 2])

@@ -1,5 +1,6 @@
 import copy
 import sys
+from collections import UserDict
 
 import pytest
 import torch
@@ -246,6 +247,26 @@ def test_a_model_with_a_loader_of_its_own():
     modkit.load_matching(Own(), {"layer.weight": torch.ones(1, 1), "layer.bias": torch.ones(2)})
 
     assert calls == [["layer.weight"]]
+
+
+@every_base
+def test_a_mapping_that_reads_its_entries(base):
+    """Each entry of a mapping is read once, as from a file."""
+    model = network(base)
+    tensors, reads = other(model, "net."), []
+
+    class Reading(UserDict):
+        def __getitem__(self, key):
+            reads.append(key)
+            return super().__getitem__(key).clone()
+
+    matched = modkit.load_matching(
+        model, Reading({**tensors, "stray": torch.ones(1)}), strip="net."
+    )
+
+    assert reads == [*tensors, "stray"]
+    assert matched.skipped == {"stray": "not in the model"}
+    assert matched.missing == []
 
 
 @every_base

@@ -155,7 +155,7 @@ DIFFERENCES: Final = {
     ),
     "loading: assign=True and the argument": Difference(
         "`load_state_dict(sd, assign=True)` leaves its flag in `sd._metadata`: a later load of "
-        "`sd` replaces Parameter objects | The state dict is not modified",
+        "`sd` replaces Parameter objects | The state dict is not modified; such a flag is ignored",
         on(
             lambda n: [
                 n.load_state_dict(s, assign=True) and len(s._metadata[""]) for s in [n.state_dict()]
