@@ -454,7 +454,8 @@ def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
         leaf = re.split(r"[._]", whole)[-1]
         groups = beside.get((_numbers(whole), shape[1:], leaf), {})
         for sizes in islice(groups.values(), _MOST_CANDIDATES):
-            smaller = [name for name in sizes if name in parts and sizes[name] < shape[0]]
+            beside_each_other = islice(sizes, _MOST_CANDIDATES)
+            smaller = [n for n in beside_each_other if n in parts and sizes[n] < shape[0]]
             chosen = _joined_names(whole, smaller) if len(smaller) > 1 else ()
             if chosen and sum(sizes[name] for name in chosen) == shape[0]:
                 shown = [starred(renames.original.get(n, n)) for n in (*chosen, whole)]

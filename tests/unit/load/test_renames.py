@@ -67,3 +67,13 @@ def test_names_that_are_too_long_are_left_out():
     longest = "x" * 1000
 
     assert find_renames({longest: (1,), f"{longest}x": (1,)}, {}).old == {longest: (1,)}
+
+
+@for_each(("others", "is_joined"), [(61, True), (62, False)])
+def test_tensors_of_many_in_one_module_are_not_joined(others, is_joined):
+    """The first 64 tensors of a module are considered: all of thousands would take minutes."""
+    old = {f"attn.{'x' * i}y.weight": (12, 8) for i in range(others)}
+    old |= {f"attn.{name}.weight": (4, 8) for name in "qkv"}
+    rules = find_renames(old, {"attn.qkv.weight": (12, 8)}).rules
+
+    assert [rule.kind for rule in rules] == ["join"] * is_joined
