@@ -111,6 +111,14 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
+        "A load hook that keeps the dict of its module, and edits it while a child is loaded, changes what "
+        "the next children load | It does so if the number of names or the last name is another one "
+        "then; a comparison of all names for each child would take quadratic time",
+        NO_ISSUE,
+        "tests/parity/hooks/test_load_state_dict_hooks.py::test_a_dict_that_a_hook_keeps_and_fills_anew_later",
+    ),
+    _row(
+        "modkit",
         "With `metaclass=ABCMeta`, a class with abstract methods cannot be instantiated | It can: only "
         "with `abc.ABC` among the bases are abstract methods enforced. `register` works for both",
         NO_ISSUE,

@@ -292,10 +292,14 @@ class _Part:
     def __init__(self, entries: dict[str, Any], prefix: str) -> None:
         self.entries = entries
         self.prefix = prefix
-        self._by_child: dict[str, dict[str, Any]] | None = None
+        self._by_child: dict[str, list[str]] = {}
+        self._sorted: tuple[int, str | None] | None = None
 
     def child(self, name: str) -> "_Part":
         """Return the entries of a child; all keys are sorted at once, in linear time.
+
+        They are sorted again after an edit: a hook may keep the dict of its module, and edit it
+        while a child is loaded.
 
         Args:
             name: The name of the child.
@@ -309,16 +313,20 @@ class _Part:
             below = {key: value for key, value in self.entries.items() if key.startswith(path)}
             return _Part(below, path)
 
-        if self._by_child is None:
+        # New keys come last. A comparison of all keys would take quadratic time.
+        present = len(self.entries), next(reversed(self.entries), None)
+        if present != self._sorted:
+            self._sorted = present
             self._by_child = {}
             start = len(self.prefix)
-            for key, value in self.entries.items():
+            for key in self.entries:
                 if key.startswith(self.prefix):
                     head, dot, _ = key[start:].partition(".")
                     if dot:
-                        self._by_child.setdefault(head, {})[key] = value
+                        self._by_child.setdefault(head, []).append(key)
 
-        return _Part(self._by_child.pop(name, {}), path)
+        keys = self._by_child.get(name, ())
+        return _Part({key: self.entries[key] for key in keys if key in self.entries}, path)
 
 
 def _load_in_order(module: torch.nn.Module, loading: Load) -> None:

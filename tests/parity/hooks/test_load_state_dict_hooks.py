@@ -1,4 +1,5 @@
 import collections
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -143,6 +144,54 @@ def test_edits_of_a_child_reach_neither_siblings_nor_parents(impl: Implementatio
     assert "0.v" in seen[0]
     assert "new" not in seen[0]
     assert result == (["0.v"], [])
+
+
+EDITS: dict[str, Callable[[dict[str, object], str], object]] = {
+    "rename": lambda state, to: state.update({f"{to}2.weight": state.pop(f"{to}old")}),
+    "replace": lambda state, to: state.update({f"{to}2.weight": torch.full((1, 1), 7.0)}),
+    "delete": lambda state, to: state.pop(f"{to}2.weight"),
+    "add": lambda state, to: state.update({f"{to}2.new": torch.ones(1)}),
+    "replace all": lambda state, to: [state.clear(), state.update({f"{to}3.new": torch.ones(1)})],
+}
+
+
+@for_each("edit", EDITS)
+@for_each("below", [False, True])
+def test_a_dict_that_a_hook_keeps_and_edits_later(edit: str, below: bool) -> None:
+    """The children that come later load what is in the dict of their parent by then (rule 12)."""
+
+    def scenario(impl: Implementation) -> object:
+        module = impl.own.Sequential(*(impl.own.Linear(1, 1, bias=False) for _ in range(4)))
+        prefix = "0." if below else ""
+        held: list[dict[str, object]] = []
+        module.register_load_state_dict_pre_hook(lambda _, state_dict, *__: held.append(state_dict))
+        module[1].register_load_state_dict_pre_hook(lambda *_: EDITS[edit](held[0], prefix))
+
+        root = impl.own.Sequential(module) if below else module
+        state = {name: torch.full((1, 1), 5.0) for name in root.state_dict()}
+        state[f"{prefix}old"] = torch.full((1, 1), 9.0)
+        if edit == "rename":
+            del state[f"{prefix}2.weight"]
+        return list(root.load_state_dict(state, strict=False)), dict(root.state_dict())
+
+    assert same(scenario)[0] == "returned"
+
+
+def test_a_dict_that_a_hook_keeps_and_fills_anew_later(impl: Implementation) -> None:
+    """Names that change are found, also if there are as many as before and the last is the same."""
+    module = impl.own.Sequential(*(impl.own.Linear(1, 1, bias=False) for _ in range(4)))
+    held: list[dict[str, object]] = []
+
+    def fill(*_: object) -> None:
+        for name in list(held[0]):
+            held[0][name.replace("old", "2")] = held[0].pop(name)
+
+    module.register_load_state_dict_pre_hook(lambda _, state_dict, *__: held.append(state_dict))
+    module[1].register_load_state_dict_pre_hook(fill)
+    names = ["0.weight", "1.weight", "old.weight", "3.weight"]
+    result = module.load_state_dict(dict.fromkeys(names, torch.ones(1, 1)), strict=False)
+
+    assert result.missing_keys == []
 
 
 @for_each("position", [5, 6, 7], ids=["missing_keys", "unexpected_keys", "error_msgs"])
