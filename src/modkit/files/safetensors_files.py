@@ -232,6 +232,7 @@ def write_safetensors(
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for _, tensor in tensors:
-            plain = tensor.contiguous()
+            # A lazy view, such as tensor.conj(), has the bits of the tensor that it is a view of.
+            plain = tensor.resolve_conj().resolve_neg().contiguous()
             if plain.nbytes:
                 file.write((ctypes.c_char * plain.nbytes).from_address(plain.data_ptr()))

@@ -153,7 +153,9 @@ class _TorchFile:
         tensor = self._tensors[name]
         if not tensor.numel():
             return None
-        return id(self), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        # The same memory has other values in a lazy view, such as tensor.conj().
+        return id(self), *layout, tensor.is_conj(), tensor.is_neg()
 
 
 def shards_of(index: Path) -> dict[Path, list[str]]:

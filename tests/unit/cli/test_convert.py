@@ -190,6 +190,19 @@ def test_views_are_written_without_their_storage(tmp_path: Path) -> None:
     assert_same(read(tmp_path / "b.pt"), {"view": torch.ones(2, 2)})
 
 
+@both_formats
+def test_lazy_views_keep_their_values(tmp_path: Path, suffix: str) -> None:
+    """A conjugate or negative view is not tied to its tensor, and is written with its values."""
+    real = torch.tensor([1.0, 2.0])
+    number = torch.complex(real, -real)
+    old = {"z": number, "conj": number.conj(), "w": real, "neg": torch._neg_view(real)}
+    torch.save(old, tmp_path / "old.pt")
+    new = tmp_path / f"new.{suffix}"
+
+    assert run(tmp_path / "old.pt", "-o", new).exit_code == 0
+    assert_same(read(new), {**old, "conj": torch.complex(real, real), "neg": -real})
+
+
 def test_metadata_is_kept(tmp_path: Path) -> None:
     """Versions of modules stay in torch files, the metadata in safetensors files."""
     versions = nn.BatchNorm1d(3).state_dict()

@@ -2,13 +2,14 @@ import sys
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from modkit.errors import FileError
 from modkit.files.safetensors_files import (
     Described,
     SafetensorsFile,
     library,
+    save_safetensors,
     write_safetensors,
 )
 
@@ -32,6 +33,18 @@ def test_tensors_begin_at_a_multiple_of_eight_bytes(tmp_path, name):
 
     assert header % 8 == 0
     assert content[8 + header :] == tensor.numpy().tobytes()
+
+
+def test_lazy_views_are_written_with_their_values(tmp_path):
+    """A negative view shares the bits of its tensor, and a file has none of its mark."""
+    path = tmp_path / "file.safetensors"
+    real, imaginary = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -4.0])
+    number = torch.complex(real, imaginary)
+    save_safetensors({"conj": number.conj(), "neg": number.conj().imag}, path)
+    written = load_file(path)
+
+    assert torch.equal(written["conj"], torch.complex(real, -imaginary))
+    assert torch.equal(written["neg"], -imaginary)
 
 
 def test_corrupt_versions(tmp_path):
