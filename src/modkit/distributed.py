@@ -20,7 +20,12 @@ from modkit.averaging.state import with_empty_parts
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
-from modkit.files.safetensors_files import Described, in_file_order, write_safetensors
+from modkit.files.safetensors_files import (
+    Described,
+    in_file_order,
+    versions_as_metadata,
+    write_safetensors,
+)
 
 
 if TYPE_CHECKING:
@@ -166,7 +171,8 @@ class _Contents:
         """Write the file, consuming the gathered tensors."""
         if self._streamed:
             with atomic_write(path) as unfinished:
-                write_safetensors(unfinished, self._described, gathered)
+                metadata = versions_as_metadata(self._metadata or {})
+                write_safetensors(unfinished, self._described, gathered, metadata)
             return
 
         state: OrderedDict[str, Any] = OrderedDict(self._values)

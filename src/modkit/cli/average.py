@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,10 +135,20 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
     if not names:
         raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(averages)!r}")
 
-    chosen = {name.removeprefix(prefix): averages[name].contiguous() for name in names}
+    chosen = OrderedDict(
+        (name.removeprefix(prefix), averages[name].contiguous()) for name in names
+    )
+    # With a dot at its end, the path of a module begins with the prefix as its tensors do.
+    versions = {
+        f"{path}.".removeprefix(prefix).removesuffix("."): entry
+        for path, entry in getattr(averages, "_metadata", {}).items()
+        if f"{path}.".startswith(prefix)
+    }
     if output.suffix == ".safetensors":
-        save_safetensors(chosen, output)
+        save_safetensors(chosen, output, versions)
     else:
+        if versions:
+            vars(chosen)["_metadata"] = versions
         save_checkpoint(chosen, output)
     return len(chosen)
 

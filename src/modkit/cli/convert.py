@@ -265,15 +265,7 @@ class _Source:
 
     def safetensors_metadata(self) -> dict[str, str]:
         """Return the metadata for a safetensors file, with the versions of modules."""
-        # The _metadata of a torch file may have entries of any kind.
-        versions = {
-            path: entry
-            for path, entry in self.versions.items()
-            if isinstance(path, str)
-            and isinstance(entry, Mapping)
-            and isinstance(entry.get("version"), (int, type(None)))
-        }
-        return {**self.metadata, **(versions_as_metadata(versions) if versions else {})}
+        return {**self.metadata, **versions_as_metadata(self.versions)}
 
     def read(self, name: str, progress: Callable[[float], object]) -> Tensor:
         """Return one tensor, verified, in its new dtype; report the part that is done."""

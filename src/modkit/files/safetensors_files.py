@@ -111,14 +111,24 @@ def check_json(content: bytes, path: Path, kind: str) -> None:
         )
 
 
-def versions_as_metadata(state_dict_metadata: Mapping[str, Any]) -> dict[str, str]:
+def versions_as_metadata(state_dict_metadata: Mapping[Any, Any]) -> dict[str, str]:
     """Return the versions of modules as the metadata of a file, which holds strings.
 
     Args:
         state_dict_metadata: The ``_metadata`` of a state dict.
+
+    Returns:
+        One entry, or none without versions. Entries that are not versions are left out: the
+        ``_metadata`` of a torch file may have entries of any kind.
     """
-    versions = {path: metadata.get("version") for path, metadata in state_dict_metadata.items()}
-    return {_VERSIONS: json.dumps(versions)}
+    versions = {
+        path: entry.get("version")
+        for path, entry in state_dict_metadata.items()
+        if isinstance(path, str)
+        and isinstance(entry, Mapping)
+        and isinstance(entry.get("version"), (int, type(None)))
+    }
+    return {_VERSIONS: json.dumps(versions)} if versions else {}
 
 
 def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
@@ -182,12 +192,17 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
-def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_safetensors(
+    tensors: Mapping[str, Tensor],
+    path: Path,
+    versions: Mapping[Any, Any] = MappingProxyType({}),
+) -> None:
     """Write tensors in host memory atomically; tied tensors are written under each name.
 
     Args:
         tensors: The tensors by name.
         path: The file; its folder must exist.
+        versions: The versions of modules, as in the ``_metadata`` of a state dict.
 
     Raises:
         ValueError: If safetensors does not have the dtype of a tensor.
@@ -196,7 +211,8 @@ def save_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     described = {name: Described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     ordered = in_file_order(described)
     with atomic_write(path) as unfinished:
-        write_safetensors(unfinished, ordered, ((name, tensors[name]) for name in ordered))
+        in_order = ((name, tensors[name]) for name in ordered)
+        write_safetensors(unfinished, ordered, in_order, versions_as_metadata(versions))
 
 
 def write_safetensors(

@@ -48,7 +48,7 @@ def test_files_of_safetensors_are_those_of_the_library(tmp_path) -> None:
         assert torch.equal(found[name], tensor)
     assert torch.equal(found["weight"], torch.arange(6.0).reshape(2, 3).t() + 1.0)
     with safetensors.safe_open(path, framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata() == {"format": "pt", "modkit.versions": '{"": 1}'}
     assert [one.name for one in tmp_path.iterdir()] == ["average.safetensors"]
 
 

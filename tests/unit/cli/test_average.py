@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.cli import average as command
 from modkit.distributed import export_average
+from modkit.files.tensor_files import Checkpoint
 from tests.cases import for_each
 from tests.unit.cli.command_line import invoke
 
@@ -110,6 +111,21 @@ def test_tied_weights_are_written_to_safetensors(tmp_path: Path) -> None:
         tmp_path / "exported.safetensors"
     ).read_bytes()
     assert net.load_state_dict(load_file(tmp_path / "tied.safetensors"))
+
+
+@for_each("output", ["out.pt", "out.safetensors"])
+@for_each("prefix", ["", "model."])
+def test_the_versions_of_modules_are_kept(tmp_path: Path, output: str, prefix: str) -> None:
+    """A prefix is removed from their paths, too; without versions, some modules refuse a state."""
+    net = nn.ModuleDict({"model": nn.Sequential(nn.BatchNorm1d(2)), "other": nn.BatchNorm1d(2)})
+    torch.save(net.state_dict(), tmp_path / "old.pt")
+    found = run(tmp_path / "old.pt", "--prefix", prefix, "-o", tmp_path / output)
+    source = net.model if prefix else net
+    expected = {path: entry["version"] for path, entry in source.state_dict()._metadata.items()}
+
+    assert (found.exit_code, found.stderr) == (0, "")
+    versions = Checkpoint(tmp_path / output, None).versions
+    assert {path: entry.get("version") for path, entry in versions.items()} == expected
 
 
 def test_the_options_of_the_average(tmp_path: Path) -> None:
