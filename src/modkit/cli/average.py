@@ -135,9 +135,7 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
     if not names:
         raise ValueError(f"no name begins with --prefix {prefix!r}; the first is {min(averages)!r}")
 
-    chosen = OrderedDict(
-        (name.removeprefix(prefix), averages[name].contiguous()) for name in names
-    )
+    chosen = OrderedDict((name.removeprefix(prefix), averages[name].contiguous()) for name in names)
     # With a dot at its end, the path of a module begins with the prefix as its tensors do.
     versions = {
         f"{path}.".removeprefix(prefix).removesuffix("."): entry

@@ -1,29 +1,34 @@
 """The content of a model file, and whether the file is intact, without executing code from it."""
 
-import argparse
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Final, NamedTuple, cast
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from modkit.errors import FileError, printable
+from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.checkpoints import UnsafeFileError, mapped_content
 from modkit.files.kinds import archive_of, check_facts, other_file, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
-from modkit.files.tensor_files import INDEX, Checkpoint, file_in
+from modkit.files.tensor_files import (
+    INDEX,
+    MAX_NAME,
+    Checkpoint,
+    file_in,
+    named_entries,
+    short_repr,
+)
 from modkit.files.zip_archive import Archive, open_regular, read_some
 
 
 # A hostile file can name one object a billion times. Each listed entry costs its name and 64.
 _BUDGET: Final = 1 << 26
-_MAX_NAME: Final = 1000
 _DEEPEST: Final = 16
 _ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
 NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
@@ -136,7 +141,7 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
             return replace(info, entries={name: f"{member.size} bytes" for name, member in members})
         if opened is not None:
             metadata = islice(opened.metadata.items(), 1000)
-            entries = {name[:_MAX_NAME]: _short(value) for name, value in metadata}
+            entries = {name[:MAX_NAME]: short_repr(value) for name, value in metadata}
             return replace(_of_table(opened, info), entries=entries)
         note = kinds.first_line(descriptor) if kind == kinds.TEXT else kinds.ADVICE.get(kind, "")
         return replace(info, note=note)
@@ -299,9 +304,9 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
             size = entry.nbytes if entry.layout == torch.strided and not entry.is_nested else 0
             tensors.append(TensorInfo(key, shape, str(entry.dtype)[6:], size))
             return
-        items = None if depth > _DEEPEST else _items(entry)
+        items = None if depth > _DEEPEST else named_entries(entry)
         if items is None:
-            entries[key] = _short(entry)
+            entries[key] = short_repr(entry)
             return
 
         names: list[str] = []
@@ -317,36 +322,3 @@ def _of_content(content: object, info: FileInfo) -> FileInfo:
     walk(content, "", 0)
     note = "the listing is cut: the file has too many entries" if left < 0 else ""
     return replace(info, tensors=tuple(tensors), entries=entries, groups=groups, note=note)
-
-
-def _items(entry: object) -> Iterable[tuple[str, object]] | None:
-    """Return the entries of a mapping, or of a list that begins with tensors or mappings."""
-    if isinstance(entry, argparse.Namespace):
-        entry = vars(entry)
-    if isinstance(entry, Mapping):
-        entries = cast("Mapping[object, object]", entry)
-        # An attribute from the file may hide the method.
-        pairs = dict.items(entry) if isinstance(entry, dict) else entries.items()
-        return ((n[:_MAX_NAME] if isinstance(n, str) else _short(n), v) for n, v in pairs)
-    if isinstance(entry, (list, tuple)):
-        values = cast("Sequence[object]", entry)
-        if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):
-            return ((str(index), value) for index, value in enumerate(values))
-    return None
-
-
-def _short(value: object, *, nested: bool = False) -> str:
-    """Return a ``repr`` of bounded length and cost."""
-    if isinstance(value, (list, tuple)) and not nested:
-        values = cast("Sequence[object]", value)
-        items = [_short(item, nested=True) for item in values[:8]]
-        if len(values) > len(items):
-            items.append("...")
-        joined = ", ".join(items)
-        return f"[{joined}]" if isinstance(value, list) else f"({joined})"
-    if isinstance(value, (str, bytes)):
-        return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
-    small = isinstance(value, int) and value.bit_length() <= 256
-    if small or value is None or isinstance(value, (float, complex, torch.dtype, torch.device)):
-        return repr(value)
-    return type(value).__name__

@@ -1,16 +1,18 @@
 """The tensors of a checkpoint, one at a time: torch or safetensors files, or shards."""
 
+import argparse
 import json
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
-from modkit.errors import FileError, shown
+from modkit.errors import FileError, printable, shown
 from modkit.files.checkpoints import read_mapped
 from modkit.files.kinds import SHARDED
 from modkit.files.safetensors_files import SafetensorsFile, check_json
@@ -30,6 +32,8 @@ _IN_DIRECTORIES: Final = tuple(
 _SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
 _MOST_INDEX: Final = 1 << 25  # a hundred times the index of the largest model
 _MOST_EXPANDED: Final = 1 << 30
+MAX_NAME: Final = 1000  # the characters of a name in a listing
+_STATE_DICTS: Final = (Mapping, argparse.Namespace)
 # torch, which has it since 2.8, copies no tensors of this dtype.
 _FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)
 
@@ -182,6 +186,75 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
+def named_entries(entry: object) -> Iterable[tuple[str, object]] | None:
+    """Return the entries of a container, each with its part of the key that `inspect` shows.
+
+    Args:
+        entry: An object of a file.
+
+    Returns:
+        The entries of a mapping, a namespace, or a list that begins with tensors or mappings; None
+        for another object.
+    """
+    if isinstance(entry, argparse.Namespace):
+        entry = vars(entry)
+    if isinstance(entry, Mapping):
+        entries = cast("Mapping[object, object]", entry)
+        # An attribute from the file may hide the method.
+        pairs = dict.items(entry) if isinstance(entry, dict) else entries.items()
+        return ((n[:MAX_NAME] if isinstance(n, str) else short_repr(n), v) for n, v in pairs)
+    if isinstance(entry, (list, tuple)):
+        values = cast("Sequence[object]", entry)
+        if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):
+            return ((str(index), value) for index, value in enumerate(values))
+    return None
+
+
+def short_repr(value: object, *, nested: bool = False) -> str:
+    """Return a ``repr`` of bounded length and cost.
+
+    Args:
+        value: An object of a file.
+        nested: Whether it is in a list, of which only the first level is shown.
+    """
+    if isinstance(value, (list, tuple)) and not nested:
+        values = cast("Sequence[object]", value)
+        items = [short_repr(item, nested=True) for item in values[:8]]
+        if len(values) > len(items):
+            items.append("...")
+        joined = ", ".join(items)
+        return f"[{joined}]" if isinstance(value, list) else f"({joined})"
+    if isinstance(value, (str, bytes)):
+        return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
+    small = isinstance(value, int) and value.bit_length() <= 256
+    if small or value is None or isinstance(value, (float, complex, torch.dtype, torch.device)):
+        return repr(value)
+    return type(value).__name__
+
+
+def _entry_at(content: object, key: str) -> object:
+    """Return the entry that a key leads to; any name on the way may have dots.
+
+    Raises:
+        LookupError: If there is none, with the first name that is absent.
+    """
+    shortest_rest = key
+    unvisited = [(content, key)]
+    # A file may have an object in many places, also within itself.
+    visited: set[tuple[int, str]] = set()
+    while unvisited:
+        container, rest = unvisited.pop()
+        shortest_rest = min(shortest_rest, rest, key=len)
+        for name, value in named_entries(container) or ():
+            if name == rest:
+                return value
+            inner_rest = rest.removeprefix(f"{name}.")
+            if inner_rest != rest and (id(value), inner_rest) not in visited:
+                visited.add((id(value), inner_rest))
+                unvisited.append((value, inner_rest))
+    raise LookupError(shortest_rest.partition(".")[0])
+
+
 def state_dict_at(
     content: Any, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
@@ -190,20 +263,19 @@ def state_dict_at(
     Args:
         content: The content of the file.
         path: The file, for errors.
-        key: The key, with dots between those of nested dicts and lists; None for the whole content.
+        key: The key as `inspect` shows it, with dots between the names of nested dicts and lists;
+            None for the whole content.
 
     Raises:
         FileError: If there is no state dict at the key, or an entry is not a tensor with plain
             memory.
     """
-    inner_key = ""
-    state_dict = content
     try:
-        for inner_key in key.split(".") if key else ():
-            is_list = isinstance(state_dict, Sequence)
-            state_dict = state_dict[int(inner_key) if is_list else inner_key]
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise FileError(f"{path} has no {inner_key!r} on the way to the key {key!r}") from None
+        state_dict = _entry_at(content, key) if key else content
+    except LookupError as error:
+        raise FileError(f"{path} has no {error.args[0]!r} on the way to the key {key!r}") from None
+    if isinstance(state_dict, argparse.Namespace):
+        state_dict = vars(state_dict)
     if not isinstance(state_dict, Mapping):
         raise FileError(f"{path} holds {type(state_dict).__name__}, not a state dict")
 
@@ -212,7 +284,9 @@ def state_dict_at(
     entries = dict(items)
     for name, value in entries.items():
         if problem := _problem_of(name, value):
-            keys = [str(key) for key, value in entries.items() if isinstance(value, Mapping)]
+            above = f"{key}." if key else ""
+            inner = named_entries(state_dict) or ()
+            keys = [above + name for name, value in inner if isinstance(value, _STATE_DICTS)]
             advice = f"; choose a key: {', '.join(keys)}" if keys else ""
             raise FileError(f"{path}: {name!r} is {problem}{advice}")
 

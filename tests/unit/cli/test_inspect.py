@@ -1,11 +1,13 @@
 """The command ``inspect``: what is in a file, as tables and as JSON."""
 
+import argparse
 import functools
 import hashlib
 import json
 import pickle
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import modkit
+from modkit.errors import FileError
 from modkit.files import inspect, zip_archive
+from modkit.files.tensor_files import Checkpoint
 from tests.unit.cli.command_line import invoke
 from tests.unit.files.test_inspect import exported, legacy, scripted, sharded
 
@@ -68,6 +72,37 @@ def test_keys_of_averages(tmp_path: Path) -> None:
     assert rows["net"] == ["2, 24 bytes", ""]
     assert rows["(mixed)"][0] == "1, 4 bytes"
     assert rows["lrs"] == ["[0.1, 0.2]"]
+
+
+def test_each_key_is_one_that_commands_take(tmp_path: Path) -> None:
+    """Names that are not strings or have dots, and namespaces, are found by the key that is shown."""
+    path = tmp_path / "all.pt"
+    state = {"w": torch.ones(1)}
+    names: list[Any] = [0, None, True, (1, 2), 0.5, b"x", "net.g", "net"]
+    inner = {"net": {"h": state, "g.h": state}}
+    torch.save({"a": argparse.Namespace(b={**dict.fromkeys(names, state), **inner})}, path)
+    keys = [key for key, names in inspect(path).groups.items() if names == ("w",)]
+    expected = ["a.b.0", "a.b.None", "a.b.True", "a.b.(1, 2)", "a.b.0.5", "a.b.b'x'", "a.b.net.g"]
+
+    assert keys == [*expected, "a.b.net.h", "a.b.net.g.h"]
+    for key in keys:
+        found = invoke("diff", path, path, "--key", key)
+        assert (found.exit_code, found.stderr) == (0, ""), key
+    refused = invoke("diff", path, path, "--key", "a.b")
+    assert "choose a key: a.b.0, a.b.None," in refused.stderr
+    refused = invoke("diff", path, path, "--key", "a.b.net.x.y")
+    assert "has no 'x' on the way to the key 'a.b.net.x.y'" in refused.stderr
+
+
+def test_keys_of_a_file_that_contains_itself(tmp_path: Path) -> None:
+    """A key with many ways through a file takes no exponential time."""
+    content: dict[str, Any] = {}
+    content |= {"a": content, "a.a": content}
+    torch.save(content, tmp_path / "loop.pt")
+    key = "a." * 100 + "b"
+
+    with pytest.raises(FileError, match="has no 'b' on the way"):
+        Checkpoint(tmp_path / "loop.pt", key)
 
 
 def test_a_model_inside_ddp_is_not_an_average(tmp_path: Path) -> None:
