@@ -9,8 +9,9 @@ import copyreg
 import enum
 import io
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, Final, cast
 
@@ -27,10 +28,17 @@ _NUMBERS: Final = (
     *("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"),
     *("f2", "f4", "f8", "c8", "c16"),
 )
+_TENSORS: Final = {torch.Tensor, torch.nn.Parameter}
 # Each tensor has an OrderedDict of hooks.
-_FREQUENT: Final = {torch.Tensor, torch.nn.Parameter, OrderedDict}
+_FREQUENT: Final = {*_TENSORS, OrderedDict}
 _REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
+# Objects to which pickle may refer before it has written their content.
+_REFERABLE: Final = (dict, list, argparse.Namespace)
+_CONTAINERS: Final = (dict, list, deque)
+# The largest integer that torch's readers know has 255 bytes.
+_MOST_INTEGER: Final = 1 << 2039
+_ATOMS: Final = {str, float, bool, bytes, complex, type(None), torch.dtype, torch.Size}
 
 
 def extra_names(content: bytes) -> dict[str, Any]:
@@ -93,6 +101,7 @@ class _Pickler(pickle.Pickler):
     def dump(self, obj: Any, /) -> None:
         try:
             super().dump(obj)
+            _check_readable(obj)
         except _REFUSALS as error:
             path, entry = self._first_refused(obj)
             raise TypeError(f"save_checkpoint: checkpoint{path} is {_refusal(entry)}") from error
@@ -108,6 +117,11 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if kind in _FREQUENT:
             return NotImplemented
+        if isinstance(obj, _CONTAINERS):
+            # torch's readers append items and set keys of lists and dicts, not of their subclasses.
+            items = chain.from_iterable(filter(None, obj.__reduce_ex__(2)[3:5]))
+            if next(items, None) is not None:
+                raise pickle.PicklingError(kind.__qualname__)
         if isinstance(obj, _NAMED):
             self._check(obj, obj.__qualname__)
             return NotImplemented
@@ -141,9 +155,54 @@ class _Pickler(pickle.Pickler):
     def _refuses(self, value: object) -> bool:
         try:
             pickle.Pickler.dump(type(self)(io.BytesIO(), protocol=2), value)
+            _check_readable(value)
         except _REFUSALS:
             return True
         return False
+
+
+def _check_readable(content: object) -> None:
+    """Raise PicklingError for large integers, and for tuples and tensors that contain themselves.
+
+    pickle writes them with instructions that torch's readers do not have. Objects are visited in
+    the order in which pickle writes them: a list that it has begun may be part of a tuple in it.
+    """
+    written: set[int] = set()
+    # Objects that are complete only after their content: a reference to them cannot be written.
+    unfinished: set[int] = set()
+    walk: list[tuple[int, Iterator[object]]] = [(0, iter((content,)))]
+    while walk:
+        identity, rest = walk[-1]
+        for value in rest:
+            kind = type(value)
+            # Most objects are strings, and tensors without attributes.
+            if kind in _ATOMS or (kind in _TENSORS and not vars(value)):
+                continue
+            if isinstance(value, int):
+                if not -_MOST_INTEGER <= value < _MOST_INTEGER:
+                    raise pickle.PicklingError("int")
+                continue
+            if id(value) in unfinished:
+                raise pickle.PicklingError(kind.__qualname__)
+            if id(value) in written:
+                continue
+            (written if isinstance(value, _REFERABLE) else unfinished).add(id(value))
+            walk.append((id(value), iter(_content(value))))
+            break
+        else:
+            walk.pop()
+            unfinished.discard(identity)
+            written.add(identity)
+
+
+def _content(value: Any) -> Iterable[object]:
+    """Return the objects in another one that pickle writes."""
+    attributes = getattr(value, "__dict__", {}).values()
+    if isinstance(value, dict):
+        return chain(chain.from_iterable(dict.items(value)), attributes)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return chain(value, attributes)
+    return attributes if isinstance(value, (argparse.Namespace, torch.Tensor)) else ()
 
 
 def _entries(container: object) -> Iterator[tuple[str, object]]:
@@ -180,6 +239,12 @@ _ADVICE: Final = {
 
 def _refusal(entry: Any) -> str:
     """Return the type of an object, and what to save instead."""
+    try:
+        _check_readable(entry)
+    except pickle.PicklingError:
+        is_integer = isinstance(entry, int)
+        what = "integer of more than 2,039 bits" if is_integer else "object that contains itself"
+        return f"an {what}, which load_checkpoint does not read"
     is_named = isinstance(entry, _NAMED)
     kind: Any = entry if is_named else type(entry)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -190,6 +255,8 @@ def _refusal(entry: Any) -> str:
     advice = f"save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or {allow}"
     if isinstance(entry, torch.Tensor):
         advice = f"save a plain tensor, such as its as_subclass(torch.Tensor), or {allow}"
+    elif isinstance(entry, _CONTAINERS):
+        advice = "save a dict or a list of its entries"
     elif isinstance(entry, enum.Enum):
         advice = "save its value"
     elif getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:

@@ -94,6 +94,22 @@ def test_what_can_be_saved_is_read(name: str, location: Any, mmap: bool, tmp_pat
     assert set(torch.serialization.get_safe_globals()) == before
 
 
+class Dict(dict[str, int]):
+    """A subclass of a dict, whose entries torch does not set."""
+
+
+class List(list[int]):
+    """A subclass of a list, to which torch does not append."""
+
+
+class Ordered(collections.OrderedDict[str, int]):
+    """A subclass of an ordered dict."""
+
+
+class Count(collections.Counter[str]):
+    """A counter, which is made from a dict."""
+
+
 PLAIN = "save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or allow it with"
 TENSOR = "save a plain tensor, such as its as_subclass(torch.Tensor), or allow it with"
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -117,7 +133,11 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "torch function": (torch.nn.functional.relu, "torch.nn.functional.relu", PLAIN),
     "fraction": (fractions.Fraction(1, 2), "fractions.Fraction", PLAIN),
     "frozen set": (frozenset([1]), "builtins.frozenset", PLAIN),
-    "default dict": (collections.defaultdict(list), "collections.defaultdict", PLAIN),
+    "default dict": (
+        collections.defaultdict(list),
+        "collections.defaultdict",
+        "save a dict or a list of its entries",
+    ),
     "memory format": (torch.channels_last, "torch.memory_format", PLAIN),
     "ellipsis": (..., "builtins.ellipsis", PLAIN),
     "file": (io.StringIO(), "_io.StringIO", PLAIN),
@@ -181,6 +201,62 @@ def test_the_place_in_a_list_that_contains_itself(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match=r"checkpoint\[1\] is of type pathlib"):
         modkit.save_checkpoint(content, tmp_path / "last.pt")
+
+
+def holding_itself(kind: str) -> Any:
+    """Return an object whose content refers to the object."""
+    if kind == "tensor":
+        tensor: Any = torch.ones(1)
+        tensor.itself = tensor
+        return tensor
+    inner: list[Any] = []
+    inner.append((1, inner) if kind == "list" else ("a", inner, 3, 4))
+    return inner if kind == "list" else inner[0]
+
+
+# Pickles that torch.save writes, and that no torch.load(weights_only=True) reads.
+BEYOND_READERS: dict[str, Any] = {
+    "integer": 1 << 2039,
+    "negative integer": -(1 << 2039) - 1,
+    "tuple": holding_itself("tuple"),
+    "tensor": holding_itself("tensor"),
+    "default dict": collections.defaultdict(list, a=1),
+    "dict": Dict(a=1),
+    "list": List([1]),
+    "ordered dict": Ordered(a=1),
+    "deque": collections.deque([1]),
+}
+WITHIN_READERS: dict[str, Any] = {
+    "integers": [(1 << 2039) - 1, -(1 << 2039)],
+    "list in a tuple in it": holding_itself("list"),
+    "twice": [(both := (1, [2])), both],
+    "empty dict": Dict(),
+    "counter": Count("aab"),
+}
+ALLOWED = [collections.defaultdict, collections.deque, list, dict, Dict, List, Ordered, Count]
+
+
+@for_each("name", {**BEYOND_READERS, **WITHIN_READERS})
+def test_what_torch_cannot_read_is_not_saved(name: str, tmp_path: Path) -> None:
+    """Whatever is saved can be read, also of classes that the user allows."""
+    content = {"run": [{**BEYOND_READERS, **WITHIN_READERS}[name]]}
+    path = tmp_path / "last.pt"
+    with torch.serialization.safe_globals(ALLOWED):
+        torch.save(content, tmp_path / "torch.pt")
+        try:
+            torch.load(tmp_path / "torch.pt", weights_only=True)
+            readable = True
+        except pickle.UnpicklingError:
+            readable = False
+        assert readable == (name in WITHIN_READERS)
+
+        if readable:
+            modkit.save_checkpoint(content, path)
+            assert type(modkit.load_checkpoint(path)["run"][0]) is type(content["run"][0])
+        else:
+            with pytest.raises(TypeError, match=r"checkpoint\['run'\]\[0\] is (of|an) "):
+                modkit.save_checkpoint(content, path)
+            assert not path.exists()
 
 
 def test_what_the_user_allows_is_saved_and_read(tmp_path: Path) -> None:
