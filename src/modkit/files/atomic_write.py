@@ -44,8 +44,8 @@ def atomic_write(path: AnyPath) -> Generator[Path]:
     The temporary file has the name of the target and lies in a private folder beside it. It is
     flushed to disk, gets the mode of the file that it replaces, and is renamed. The next write of
     any file in the folder removes what killed processes have left. Symbolic links are followed;
-    other hard links keep the previous content. A FIFO or a device is written to, which is not
-    atomic.
+    other hard links keep the previous content. A FIFO, a device or an open file without a name
+    (``/proc/self/fd/3``) is written to, which is not atomic.
 
     Args:
         path: The target; its folder must exist.
@@ -63,8 +63,10 @@ def atomic_write(path: AnyPath) -> Generator[Path]:
         mode = 0 if previous is None else previous.st_mode
 
         writing = _replaced(target, previous)
-        if previous is not None and not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            # By the given name: the real path of an open pipe (/dev/fd/1) does not exist.
+        is_named = (stat.S_ISREG(mode) and target.exists()) or stat.S_ISDIR(mode)
+        if previous is not None and not is_named:
+            # By the given name: the real path of an open pipe (/dev/fd/1) does not exist, nor that
+            # of an open file that was deleted.
             writing = _streamed(Path(given), target.name)
         elif previous is not None:
             # A rename would replace a write-protected file, too; torch.save refuses it. And a
@@ -133,7 +135,8 @@ def _replace(target: Path, unfinished: Path) -> None:
     except OSError as error:
         if error.errno == errno.EBUSY:
             error.strerror = f"{error.strerror}; {_MOUNTED}"
-        elif isinstance(error, PermissionError):
+        elif error.errno == errno.EACCES:
+            # EPERM is that of another user's file in a folder with the sticky bit.
             error.strerror = f"{error.strerror}; {IN_USE}"
         raise
 

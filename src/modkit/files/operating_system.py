@@ -94,8 +94,8 @@ def copy_owner(path: Path, owned: os.stat_result) -> None:
 
 def flush(path: Path) -> None:
     """Flush a file to disk."""
-    # Windows flushes only what is open for writing.
-    _flush(path, os.O_RDWR)
+    # Windows flushes only what is open for writing; the file may not be readable.
+    _flush(path, os.O_WRONLY)
 
 
 def flush_folder(folder: Path) -> None:

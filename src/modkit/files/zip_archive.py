@@ -101,7 +101,8 @@ def open_regular(path: AnyPath) -> Generator[int]:
         OSError: If it cannot be opened, or is a directory.
     """
     name = os.fsdecode(path)
-    mode = Path(name).stat().st_mode
+    # Path("") would be the current folder.
+    mode = os.stat(name).st_mode  # noqa: PTH116
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FileError(f"{name} is not a regular file", "special file")
     # For a directory, open() raises IsADirectoryError.

@@ -130,7 +130,13 @@ def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, hours, sta
 
 
 @pytest.mark.parametrize(
-    ("number", "advice"), [(errno.EACCES, "open or mapped"), (errno.EBUSY, "mount its folder")]
+    ("number", "advice"),
+    [
+        (errno.EACCES, "open or mapped"),
+        (errno.EBUSY, "mount its folder"),
+        # In a folder with the sticky bit; there is no advice.
+        (errno.EPERM, f"{os.strerror(errno.EPERM)}: "),
+    ],
 )
 def test_a_file_that_cannot_be_replaced(tmp_path, monkeypatch, number, advice):
     """The error names the target and says what to do; the previous file stays, and nothing else."""

@@ -4,6 +4,7 @@ import errno
 import gzip
 import io
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -302,6 +303,52 @@ def test_a_writable_file_in_a_folder_that_is_not(tmp_path):
         path.parent.chmod(0o755)
         path.unlink()
         path.parent.rmdir()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes with other permissions")
+def test_a_file_that_may_be_written_and_not_read(tmp_path):
+    """It is replaced, and keeps its mode; torch writes into it."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o777)
+
+    def run():
+        if os.geteuid() == 0:
+            os.seteuid(NOBODY)
+        for save in (torch.save, save_checkpoint):
+            path = folder / f"{save.__name__}.pt"
+            path.touch()
+            path.chmod(0o222)
+            save(CONTENT, path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o222
+            path.chmod(0o666)
+            assert_read(load_checkpoint(path))
+            path.unlink()
+
+    try:
+        in_a_process(run)
+    finally:
+        folder.rmdir()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs the names of open files")
+@for_each("save", [torch.save, save_checkpoint])
+def test_an_open_file_without_a_name(save, tmp_path):
+    """A file that was deleted while it is open, or never had a name, is written to."""
+    with tempfile.TemporaryFile(dir=tmp_path) as file:
+        file.write(bytes(1_000_000))
+        file.flush()
+        save(CONTENT, f"/proc/self/fd/{file.fileno()}")
+        file.seek(0)
+
+        assert_read(torch.load(file, weights_only=True))
+    assert list(tmp_path.iterdir()) == []
+
+
+@for_each("load", [torch.load, load_checkpoint])
+def test_an_empty_path(load):
+    """It is a missing file, not the current folder."""
+    with pytest.raises(FileNotFoundError):
+        load("")
 
 
 class Short(io.RawIOBase):
