@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -33,12 +34,15 @@ _NAMES: Final[dict[Any, str]] = {
     getattr(torch, dtype, None): name for name, dtype in _DTYPES.items()
 }
 _ALIGNMENT: Final = 8
+# The key of the metadata, and text with surrogates, which is not Unicode.
+_NO_NAMES: Final = re.compile("__metadata__|.*[\ud800-\udfff].*", re.DOTALL)
 # The key in the metadata of a file for the versions of modules, which files of torch have by
 # themselves.
 _VERSIONS: Final = "modkit.versions"
 
-# JSON may take so many bytes of memory for each of its own, and some more.
-_MEMORY_PER_BYTE: Final = 8
+# JSON may take so many bytes of memory for each of its own, and some more. The shortest entry of a
+# safetensors file has five strings and three containers in 50 bytes.
+_MEMORY_PER_BYTE: Final = 13
 _FREE_MEMORY: Final = 4 << 20
 _STRING_COST: Final = 90
 _CONTAINER_COST: Final = 64
@@ -98,7 +102,7 @@ def check_json(content: bytes, path: Path, kind: str) -> None:
         kind: The kind of the file, for the error.
 
     Raises:
-        FileError: If its strings, dicts and lists would take more than eight times its size.
+        FileError: If its strings, dicts and lists would take more than 13 times its size.
     """
     strings = (content.count(b'"') - content.count(b'\\"')) // 2
     containers = content.count(b"{") + content.count(b"[")
@@ -184,9 +188,12 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
         The entries, those of the widest dtypes first.
 
     Raises:
-        ValueError: If safetensors does not have a dtype.
+        ValueError: If safetensors does not have a dtype, or cannot store a name.
     """
     for name, (dtype, _) in described.items():
+        if _NO_NAMES.fullmatch(name):
+            text = f"{name!r} cannot be the name of a tensor in a safetensors file"
+            raise ValueError(shown(text))
         if dtype not in _NAMES:
             raise ValueError(shown(f"{name} is {dtype}, which safetensors does not support"))
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
@@ -205,7 +212,7 @@ def save_safetensors(
         versions: The versions of modules, as in the ``_metadata`` of a state dict.
 
     Raises:
-        ValueError: If safetensors does not have the dtype of a tensor.
+        ValueError: If safetensors does not have the dtype of a tensor, or cannot store its name.
         OSError: If the file cannot be written.
     """
     described = {name: Described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}

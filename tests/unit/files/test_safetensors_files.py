@@ -47,6 +47,25 @@ def test_lazy_views_are_written_with_their_values(tmp_path):
     assert torch.equal(written["neg"], -imaginary)
 
 
+@pytest.mark.parametrize("name", ["__metadata__", "a\udcff", "\n\ud800"])
+def test_names_that_no_reader_takes(tmp_path, name):
+    """They are refused, and the previous file stays."""
+    path = tmp_path / "file.safetensors"
+    save_safetensors({"__metadata__.w": torch.ones(1), "\U0001f600": torch.ones(1)}, path)
+
+    with pytest.raises(ValueError, match="cannot be the name of a tensor"):
+        save_safetensors({name: torch.ones(1)}, path)
+    assert load_file(path).keys() == {"__metadata__.w", "\U0001f600"}
+
+
+def test_many_small_tensors(tmp_path):
+    """The shortest entries that the format has are not refused for their memory."""
+    path = tmp_path / "file.safetensors"
+    save_file({f"{number:x}": torch.empty(0) for number in range(1 << 15)}, path)
+
+    assert len(SafetensorsFile(path).shapes) == 1 << 15
+
+
 def test_corrupt_versions(tmp_path):
     """The error names the file, the entry and the kind."""
     path = tmp_path / "file.safetensors"
