@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from modkit._namespace import publish_all
+from modkit.averaging.checkpoints import cast as cast_average
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import canonical_name, canonical_names
@@ -61,7 +62,8 @@ def export_average(
     Raises:
         IndexError: If there is no average ``index``.
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
-        ValueError: If an entry, or a dtype, cannot be stored in a safetensors file.
+        ValueError: If an entry, or a dtype, cannot be stored in a safetensors file, or an average
+            is too large for the dtype.
         RuntimeError: If there has been no update, so there is no average to write; on the other
             ranks, if rank 0 could not write the file.
         OSError: On rank 0, if the file cannot be written.
@@ -164,11 +166,15 @@ class _Contents:
 
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the tensors into host memory one by one; all ranks must consume all of them."""
-        for name, described in self._described.items():
-            yield name, whole_tensor(self._values[name].detach().to(described.dtype)).cpu()
+        for name in self._described:
+            yield name, whole_tensor(self._values[name].detach()).cpu()
 
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
-        """Write the file, consuming the gathered tensors."""
+        """Write the file, consuming the gathered tensors, on the rank that raises its errors."""
+        gathered = (
+            (name, cast_average(name, tensor, str(tensor.dtype)[6:], self._described[name].dtype))
+            for name, tensor in gathered
+        )
         if self._streamed:
             with atomic_write(path) as unfinished:
                 metadata = versions_as_metadata(self._metadata or {})

@@ -63,7 +63,8 @@ def average_checkpoints(
         FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
         ValueError: If no file is given, a file has other kinds of dtypes, a value is too large for
-            the dtype, or the weights are not one per file, finite, 0 or more, and positive in sum.
+            the dtype, or the weights are not one per file, 0 or more, and finite and positive in
+            sum.
         ImportError: If a file is in the safetensors format, and the package is not installed.
 
     Example:
@@ -130,9 +131,10 @@ def _check_weights(weights: Sequence[float], files: int) -> None:
     """Raise ValueError unless there is a weight per file, of which a mean can be made."""
     if len(weights) != files:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or sum(weights) <= 0:
+    is_valid = all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    if not is_valid or not 0 < sum(weights) < math.inf:
         raise ValueError(
-            "average_checkpoints: weights must be finite, 0 or more, and not all 0, got "
+            "average_checkpoints: weights must be finite, also in sum, 0 or more, not all 0: "
             f"{weights!r}"
         )
 
@@ -217,7 +219,9 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
     # A narrower dtype may turn a finite value into infinity, which a model would only show later.
     result = average.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
-        lost = average.isfinite() & ~result.to(average.dtype).isfinite()
+        # torch does not know which values of 8 bits are finite.
+        wide = kept_dtype(average.dtype, "fp32")
+        lost = average.to(wide).isfinite() & ~result.to(wide).isfinite()
         if lost.any():
             value = average[lost][0]
             raise ValueError(shown(f"{name} has the value {value}, too large for {dtype}"))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import posthoc
-from modkit.averaging.checkpoints import average_checkpoints
+from modkit.averaging.checkpoints import average_checkpoints, cast
 from modkit.cli import _tables as ui
 from modkit.files.checkpoints import save_checkpoint
 from modkit.files.safetensors_files import library, save_safetensors
@@ -28,8 +28,10 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
         weights = [float(number) for number in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
-    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights):
-        raise click.BadParameter(f"{value!r}: weights must be finite, 0 or more, and not all 0")
+    is_valid = all(math.isfinite(weight) and weight >= 0 for weight in weights)
+    if not is_valid or not 0 < sum(weights) < math.inf:
+        text = "weights must be finite, also in sum, 0 or more, and not all 0"
+        raise click.BadParameter(f"{value!r}: {text}")
     return weights
 
 
@@ -161,7 +163,8 @@ def _reconstructed(
         result = posthoc.reconstruct(snapshots, sigma_rel, step)
 
     averages = {
-        name: average.to(dtype or average.dtype) for name, average in result.averages.items()
+        name: cast(name, average, str(average.dtype)[6:], dtype)
+        for name, average in result.averages.items()
     }
     facts = {
         "sigma_rel": sigma_rel,

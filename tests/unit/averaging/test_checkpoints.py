@@ -132,7 +132,7 @@ def test_contents_that_are_no_tensors_are_refused(tmp_path) -> None:
         average_checkpoints(paths[2:])
 
 
-@for_each("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")]], ids=str)
+@for_each("weights", [[1.0], [0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1e308, 1e308]], ids=str)
 def test_arguments_that_make_no_sense_are_refused(tmp_path, weights) -> None:
     """Paths are a list with a file or more; there is a finite weight of 0 or more for each, not all 0."""
     with pytest.raises(ValueError, match="weights"):

@@ -123,6 +123,21 @@ def test_more_than_tensors_goes_into_files_of_torch_only(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("name", ["file.pt", "file.safetensors"])
+def test_a_value_that_is_too_large_for_the_dtype(name, tmp_path) -> None:
+    """It would become infinite, so nothing is written."""
+    net = nn.Linear(1, 1)
+    nn.init.constant_(net.weight, 70_000.0)
+    ema = modkit.EMA(net)
+    ema.update()
+    with pytest.raises(
+        ValueError, match=r"weight has the value 70000\.0, too large for torch.float16"
+    ):
+        export_average(ema, tmp_path / name, dtype=torch.float16)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["file.pt", "file.safetensors"])
 def test_a_file_that_cannot_be_written_leaves_the_one_before(name, tmp_path, monkeypatch) -> None:
     """The error is the system's, and what was there is there still."""
     ema = averaged_odd()

@@ -175,6 +175,20 @@ def test_a_width_is_reconstructed_from_snapshots(tmp_path: Path) -> None:
     assert torch.equal(read(out)["weight"], expected["weight"])
 
 
+def test_a_reconstructed_value_that_is_too_large_for_the_dtype(tmp_path: Path) -> None:
+    """It would become infinite, so nothing is written."""
+    net = nn.Linear(1, 1)
+    nn.init.constant_(net.weight, 1e6)
+    ema = modkit.PostHocEMA(net, tmp_path / "snapshots", snapshot_every=2)
+    for _ in range(8):
+        ema.update()
+    options = ("--ema-sigma", "0.1", "--dtype", "float16")
+    done = run(tmp_path / "snapshots", "-o", tmp_path / "out.pt", *options)
+
+    assert (done.exit_code, "too large for torch.float16" in done.stderr) == (1, True)
+    assert not (tmp_path / "out.pt").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -159,6 +159,19 @@ def test_a_value_that_is_too_large_for_the_dtype(tmp_path: Path, suffix: str) ->
         assert listing(tmp_path) == ["a.pt"]
 
 
+@both_formats
+def test_a_value_of_eight_bits_that_is_too_large_for_the_dtype(tmp_path: Path, suffix: str) -> None:
+    """float8_e8m0fnu has the range of float32."""
+    scales = torch.tensor([1.0, 2.0**100]).to(torch.float8_e8m0fnu)
+    source = write({"w": scales}, tmp_path / f"a.{suffix}")
+    found = run(source, "-o", tmp_path / "b.pt", "--dtype", "float16")
+
+    assert (found.exit_code, "too large for torch.float16" in found.stderr) == (1, True)
+    assert listing(tmp_path) == [f"a.{suffix}"]
+    assert run(source, "-o", tmp_path / "b.pt", "--dtype", "bfloat16").exit_code == 0
+    assert torch.equal(read(tmp_path / "b.pt")["w"], scales.bfloat16())
+
+
 def test_tied_tensors(tmp_path: Path) -> None:
     """They stay tied in torch files, in one shard, and have a copy for each name in safetensors."""
     net = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30), nn.Linear(30, 30, bias=False))
