@@ -208,6 +208,7 @@ ROWS: Final = (
         PULLS + "195201",
         "tests/parity/jit/test_annotations.py::test_a_class_may_have_annotations_and_attributes_with_types",
         "tests/parity/jit/test_compiling.py::test_a_derived_class_has_the_methods_and_constants_of_its_base",
+        "tests/parity/jit/test_members.py::test_a_new_attribute_with_a_type",
         torch="<2.15",
         python=">=3.14",
     ),

@@ -92,8 +92,14 @@ def migrate(
 
 def _by_class(model: torch.nn.Module, numbers: dict[str, int]) -> dict[type, int]:
     """Return versions by class, for classes of the model that are named."""
-    classes = {type(module).__name__: type(module) for module in model.modules()}
+    classes: dict[str, dict[type, None]] = {}
+    for module in model.modules():
+        classes.setdefault(type(module).__name__, {})[type(module)] = None
     for name in numbers:
         if name not in classes:
             raise MigrationError(f"the model has no module of a class {name}")
-    return {classes[name]: number for name, number in numbers.items()}
+        if len(classes[name]) > 1:
+            paths = ", ".join(f"{each.__module__}.{each.__qualname__}" for each in classes[name])
+            advice = "migrate_file() of modkit.migrations takes classes"
+            raise MigrationError(f"the model has several classes {name}: {paths}; {advice}")
+    return {next(iter(classes[name])): number for name, number in numbers.items()}

@@ -20,7 +20,7 @@ from modkit.files.zip_archive import open_regular
 # Files with these names must be models, whatever they contain; others are models by their content.
 _MODEL_NAMES: Final = re.compile(
     r".*\.(pt|pth|pt2|ckpt|safetensors)|(pytorch|adapter|.*_pytorch)_model.*\.bin"
-    rf"|.*\.(safetensors|bin){re.escape(INDEX)}"
+    rf"|.*\.(pt|pth|ckpt|safetensors|bin){re.escape(INDEX)}"
 )
 # A line of sha256sum. After a leading backslash, those in the name and line breaks are escaped.
 _LINE: Final = re.compile(rb"(\\?)([0-9a-fA-F]{64}) [ *](.+)")

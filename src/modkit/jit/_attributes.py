@@ -177,6 +177,8 @@ def assign(module: Any, name: str, value: Any) -> None:
     elif cpp._has_method(f"__{name}_setter"):
         cpp._get_method(f"__{name}_setter")(value)
 
+    elif isinstance(value, torch.jit.Attribute):
+        assign(module, name, value.value)
     # A new member is refused by the view that it would be an entry of.
     elif isinstance(value, Parameter):
         state["_parameters"][name] = value

@@ -118,6 +118,7 @@ CASES = {
     "attribute": lambda i, m, k: m.ratio,
     "set attribute": lambda i, m, k: attribute_set(m, "ratio", 0.5),
     "attribute of another type": lambda i, m, k: attribute_set(m, "ratio", [1]),
+    "attribute with a type": lambda i, m, k: attribute_set(m, "ratio", i.jit.Attribute(0.5, float)),
     "constant": lambda i, m, k: m.factor,
     "parameter": lambda i, m, k: m.gain.detach(),
     "buffer": lambda i, m, k: m.shift,
@@ -253,6 +254,14 @@ def test_a_replaced_child_is_the_one_that_is_called(impl):
 
     assert torch.equal(module(x), other(x))
     assert getattr(module, "0") is other
+
+
+def test_a_new_attribute_with_a_type(impl):
+    """A compiled module has the value of a ``torch.jit.Attribute``, as in its class."""
+    module = impl.jit.script(impl.nn.Linear(2, 2))
+    module.count = impl.jit.Attribute(3, int)
+
+    assert module.count == 3
 
 
 def test_a_copy_has_hook_tables_of_its_own():

@@ -67,6 +67,27 @@ def test_dry_run(folder):
     assert sorted(path for path in folder.iterdir() if path.suffix) == before
 
 
+def test_two_classes_of_one_name(folder):
+    """A version of one of them would be taken for that of the other."""
+    script = """
+    class Pair(torch.nn.Module):
+        class Net(torch.nn.Module):
+            pass
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Net(), self.Net()
+    """
+    (folder / "pair.py").write_text(textwrap.dedent(SCRIPT) + textwrap.dedent(script))
+    model = f"{folder / 'pair.py'}:Pair"
+    for option in ("--to", "--version"):
+        done = run(folder, folder / "old.pt", "--dry-run", "--model", model, option, "Net=1")
+
+        assert done.exit_code == 1
+        assert "several classes Net: " in done.output
+        assert "Pair.Net; migrate_file()" in done.output
+
+
 def test_errors(folder):
     """Wrong options are errors of usage; a refusal is one line."""
     (folder / "there.safetensors").write_bytes(b"")
