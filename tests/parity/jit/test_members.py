@@ -118,7 +118,6 @@ CASES = {
     "attribute": lambda i, m, k: m.ratio,
     "set attribute": lambda i, m, k: attribute_set(m, "ratio", 0.5),
     "attribute of another type": lambda i, m, k: attribute_set(m, "ratio", [1]),
-    "attribute with a type": lambda i, m, k: attribute_set(m, "ratio", i.jit.Attribute(0.5, float)),
     "constant": lambda i, m, k: m.factor,
     "parameter": lambda i, m, k: m.gain.detach(),
     "buffer": lambda i, m, k: m.shift,
