@@ -29,6 +29,7 @@ def average_checkpoints(
     weights: Sequence[float] | None = None,
     *,
     key: str | None = None,
+    prefix: str = "",
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     progress: Callable[[float], object] | None = None,
@@ -47,6 +48,8 @@ def average_checkpoints(
             ``.safetensors`` file.
         weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
+        prefix: Only tensors whose names begin with it, such as ``"model."``; the others may differ
+            between the files.
         dtype: Dtype of the averages. Default: that of each tensor in the first file. A real dtype
             is not applied to complex tensors, nor a complex one to real tensors.
         device: Device of the averages.
@@ -85,11 +88,12 @@ def average_checkpoints(
     _check_weights(shares, len(files))
 
     # The metadata outlives the open file.
-    first = Checkpoint(files[0], key)
+    opened = partial(Checkpoint, key=key, prefix=prefix)
+    first = opened(files[0])
     shapes = first.shapes
     dtypes = first.dtypes
     versions = first.versions
-    fitting = partial(_fitting, key=key, first=files[0], shapes=shapes, dtypes=dtypes)
+    fitting = partial(_fitting, opened=opened, first=files[0], shapes=shapes, dtypes=dtypes)
     ties_of_others = [_ties(fitting(path)) for path in files[1:]]
     second_names = dict(_ties(first).intersection(*ties_of_others))
     del first
@@ -141,7 +145,7 @@ def _check_weights(weights: Sequence[float], files: int) -> None:
 
 def _fitting(
     path: Path,
-    key: str | None,
+    opened: Callable[[Path], Checkpoint],
     first: Path,
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, str],
@@ -150,7 +154,7 @@ def _fitting(
 
     Args:
         path: The file.
-        key: Path of the state dict in it.
+        opened: Opens a file.
         first: The first file, for errors.
         shapes: Shapes in the first file by name.
         dtypes: Dtypes in the first file by name, such as ``"float32"``.
@@ -162,7 +166,7 @@ def _fitting(
         NameMismatchError: If it does not have these names and shapes.
         ValueError: If it has other kinds of dtypes.
     """
-    checkpoint = Checkpoint(path, key)
+    checkpoint = opened(path)
     check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes, end="")
 
     for name, expected in dtypes.items():

@@ -101,7 +101,7 @@ def average(
             with open_regular(file_in(path)):
                 pass
     if dry_run:
-        _show_match(checkpoints, key, as_json=as_json)
+        _show_match(checkpoints, key, prefix, as_json=as_json)
         return
 
     # Without --dry-run, it is required above.
@@ -113,7 +113,7 @@ def average(
     if ema_sigma is None:
         with ui.progress("averaging", 1.0) as bar:
             averages = average_checkpoints(
-                checkpoints, weights, key=key, dtype=torch_dtype, progress=bar
+                checkpoints, weights, key=key, prefix=prefix, dtype=torch_dtype, progress=bar
             )
     else:
         averages, fit = _reconstructed(checkpoints, ema_sigma, step, torch_dtype)
@@ -176,10 +176,12 @@ def _reconstructed(
     return {**averages, **result.buffers}, facts
 
 
-def _show_match(checkpoints: Sequence[Path], key: str | None, *, as_json: bool) -> None:
+def _show_match(
+    checkpoints: Sequence[Path], key: str | None, prefix: str, *, as_json: bool
+) -> None:
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
     paths = [str(path) for path in checkpoints]
-    shapes_of_all = [Checkpoint(path, key).shapes for path in checkpoints]
+    shapes_of_all = [Checkpoint(path, key, prefix).shapes for path in checkpoints]
     # Those of the first checkpoint in its order, then those that only others have.
     names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
     rows: list[dict[str, Any]] = []

@@ -48,6 +48,7 @@ class Checkpoint:
         path: A file, an index of shards, or a directory; see :func:`file_in`.
         key: The key of the state dict in files of torch, with dots between the keys of nested
             dicts; None for the whole file.
+        prefix: Only tensors whose names begin with it.
 
     Attributes:
         files: The files that are read: one, or all shards.
@@ -58,12 +59,12 @@ class Checkpoint:
 
     Raises:
         FileNotFoundError: If the file or one of its shards is missing.
-        FileError: If a file is corrupt, has no state dict at the key, or lacks a tensor of the
-            index.
+        FileError: If a file is corrupt, has no state dict at the key, has no tensor with the
+            prefix, or lacks a tensor of the index.
         ImportError: If a safetensors file is read without the package safetensors.
     """
 
-    def __init__(self, path: Path, key: str | None) -> None:
+    def __init__(self, path: Path, key: str | None, prefix: str = "") -> None:
         file = file_in(path)
         is_index = file.name.endswith(INDEX)
         shards: Mapping[Path, list[str] | None] = shards_of(file) if is_index else {file: None}
@@ -86,6 +87,10 @@ class Checkpoint:
 
         if not self._homes:
             raise FileError(f"{path} holds no tensors")
+        first_name = min(self._homes)
+        self._homes = {name: home for name, home in self._homes.items() if name.startswith(prefix)}
+        if not self._homes:
+            raise FileError(f"{path}: no name begins with {prefix!r}; the first is {first_name!r}")
         self.shapes: dict[str, torch.Size] = {
             name: home.shapes[name] for name, home in self._homes.items()
         }

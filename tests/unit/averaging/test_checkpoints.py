@@ -192,11 +192,11 @@ def test_one_checkpoint_is_open_at_a_time(tmp_path, monkeypatch) -> None:
     most = 0
 
     class Counted(checkpoints.Checkpoint):
-        def __init__(self, *args) -> None:
+        def __init__(self, *args, **options) -> None:
             nonlocal most
             most = max(most, 1 + sum(ref() is not None for ref in opened))
             opened.append(weakref.ref(self))
-            super().__init__(*args)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(checkpoints, "Checkpoint", Counted)
     average_checkpoints(written(tmp_path, states(3)))

@@ -189,6 +189,20 @@ def test_a_reconstructed_value_that_is_too_large_for_the_dtype(tmp_path: Path) -
     assert not (tmp_path / "out.pt").exists()
 
 
+@for_each("others", [{}, {"head.w": torch.ones(3)}, {"head.w": torch.ones(2, dtype=torch.int64)}])
+def test_tensors_without_the_prefix_may_differ(tmp_path: Path, others: State) -> None:
+    """They are not averaged, so they are not compared: classifiers of fine-tuned models."""
+    paths = [tmp_path / "a.pt", tmp_path / "b.pt"]
+    torch.save({"model.w": torch.tensor([1.0]), "head.w": torch.ones(2)}, paths[0])
+    torch.save({"model.w": torch.tensor([3.0]), **others}, paths[1])
+    options = ("--prefix", "model.")
+    shown, done = run(*paths, *options, "--dry-run"), run(*paths, *options, "-o", tmp_path / "o.pt")
+
+    assert (shown.exit_code, "head.w" in shown.stdout) == (0, False), shown.output
+    assert (done.exit_code, read(tmp_path / "o.pt")) == (0, {"w": torch.tensor([2.0])}), done.output
+    assert modkit.average_checkpoints(paths, prefix="model.") == {"model.w": torch.tensor([2.0])}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
