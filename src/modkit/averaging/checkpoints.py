@@ -84,8 +84,7 @@ def average_checkpoints(
     if not files:
         raise ValueError("average_checkpoints: there is no file to average")
     # Everything that can be wrong is found before the first tensor is read.
-    shares = [1.0] * len(files) if weights is None else weights
-    _check_weights(shares, len(files))
+    shares = _checked_weights(weights, len(files))
 
     # The metadata outlives the open file.
     opened = partial(Checkpoint, key=key, prefix=prefix)
@@ -114,7 +113,6 @@ def average_checkpoints(
             elif fraction:
                 averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
             del tensor
-
             if progress is not None:
                 progress((index + done / len(names)) / len(files))
         # Before the next one is opened.
@@ -131,8 +129,10 @@ def average_checkpoints(
     return result
 
 
-def _check_weights(weights: Sequence[float], files: int) -> None:
-    """Raise ValueError unless there is a weight per file, of which a mean can be made."""
+def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[float]:
+    """Return a weight per file; raise ValueError unless a mean can be made of them."""
+    if weights is None:
+        return [1.0] * files
     if len(weights) != files:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
     is_valid = all(math.isfinite(weight) and weight >= 0 for weight in weights)
@@ -141,6 +141,7 @@ def _check_weights(weights: Sequence[float], files: int) -> None:
             "average_checkpoints: weights must be finite, also in sum, 0 or more, not all 0: "
             f"{weights!r}"
         )
+    return weights
 
 
 def _fitting(

@@ -117,7 +117,7 @@ class _Pickler(pickle.Pickler):
         kind = type(obj)
         if kind in _FREQUENT:
             return NotImplemented
-        if isinstance(obj, _CONTAINERS):
+        if issubclass(kind, _CONTAINERS):
             # torch's readers append items and set keys of lists and dicts, not of their subclasses.
             items = chain.from_iterable(filter(None, obj.__reduce_ex__(2)[3:5]))
             if next(items, None) is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
-from modkit.files.kinds import SAFETENSORS
+from modkit.files.kinds import SAFETENSORS, SHARDED
 from modkit.files.zip_archive import open_regular, read_some
 
 
@@ -42,7 +42,7 @@ _VERSIONS: Final = "modkit.versions"
 
 # JSON may take so many bytes of memory for each of its own, and some more. The shortest entry of a
 # safetensors file has five strings and three containers in 50 bytes.
-_MEMORY_PER_BYTE: Final = 13
+_MEMORY_PER_BYTE: Final = {SAFETENSORS: 13, SHARDED: 8}
 _FREE_MEMORY: Final = 4 << 20
 _STRING_COST: Final = 90
 _CONTAINER_COST: Final = 64
@@ -102,12 +102,13 @@ def check_json(content: bytes, path: Path, kind: str) -> None:
         kind: The kind of the file, for the error.
 
     Raises:
-        FileError: If its strings, dicts and lists would take more than 13 times its size.
+        FileError: If its strings, dicts and lists would take many times its size: 13 times
+            for a safetensors file, 8 times for an index.
     """
     strings = (content.count(b'"') - content.count(b'\\"')) // 2
     containers = content.count(b"{") + content.count(b"[")
     memory = _STRING_COST * strings + _CONTAINER_COST * containers
-    if memory > _FREE_MEMORY + _MEMORY_PER_BYTE * len(content):
+    if memory > _FREE_MEMORY + _MEMORY_PER_BYTE[kind] * len(content):
         raise FileError(
             f"{path} is not as a library writes it: {strings:,} strings and {containers:,} objects "
             f"in {len(content):,} bytes of JSON",

@@ -138,12 +138,12 @@ def test_a_file_that_is_replaced_meanwhile_is_compared_again(tmp_path, monkeypat
     opened = 0
 
     class Replaced(checkpoints.Checkpoint):
-        def __init__(self, path, key) -> None:
+        def __init__(self, *args, **options) -> None:
             nonlocal opened
             opened += 1
             if opened == 3:
                 torch.save({"other": torch.ones(1)}, paths[1])
-            super().__init__(path, key)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr(checkpoints, "Checkpoint", Replaced)
 
