@@ -20,7 +20,7 @@ from modkit.compat.swapped_imports import UNTOUCHED, VARIABLE, Options, untouche
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 SIDES: Final = ("torch", "modkit")
 # How often a test that differs is run again on each side, to tell modkit's faults from chance.
@@ -32,7 +32,16 @@ _NO_TESTS: Final = 5
 # process in the middle of a test: a signal, ``os._exit``, ``pytest.exit``.
 _OF_PYTEST: Final = (2, 4, _NO_TESTS)
 # The folder that holds one of these is the user's project.
-_PROJECT_FILES: Final = ("pyproject.toml", "setup.py", "setup.cfg", "pytest.ini", "tox.ini", ".git")
+_PROJECT_FILES: Final = (
+    *("pyproject.toml", "setup.py", "setup.cfg", "tox.ini", ".git"),
+    *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"),
+)
+# As ``python -m pytest``, but the plugin is there before those of ``-p``, which may import what is
+# to be rewritten.
+_START: Final = (
+    "import os, sys; sys.path[:] = [folder or os.getcwd() for folder in sys.path]; "
+    "import modkit.compat.pytest_plugin, pytest; sys.exit(pytest.main())"
+)
 # Differences that the exception alone shows, with their rows in docs/differences.md.
 LISTED: Final[Mapping[str, str]] = {
     r"modkit: TypeError: metaclass conflict": (
@@ -67,6 +76,10 @@ LISTED: Final[Mapping[str, str]] = {
         'iteration", as does a registration hook | Hooks run over a snapshot of the table, except '
         "registration hooks of buffers and of assigned modules"
     ),
+    r"torch: DeprecationWarning: `torch\.jit\.": (
+        "Each call of `torch.jit.script`, `trace`, `load` and `save` warns that it is deprecated | "
+        "The first one in a process does; filters for torch's warning hold"
+    ),
     r"torch: \w+: .*get_(ema|swa)_\w*avg_fn\.<locals>": (
         "The averaging functions are closures and cannot be pickled | They can be pickled, with "
         "their decay"
@@ -96,7 +109,7 @@ class Outcome(NamedTuple):
 
 NOT_RUN: Final = Outcome("not run")
 # Outcomes of a test whose own code did not run.
-_NOTHING_RAN: Final = frozenset({"error", "skipped", "uncollected"})
+_NOTHING_RAN: Final = frozenset({"error", "skipped", "uncollected", "cut off"})
 Outcomes = dict[str, Outcome]
 
 
@@ -126,18 +139,22 @@ class Suite:
     keep_going: bool = False
     seconds: float | None = None
 
-    def command(self, tests: Sequence[str]) -> list[str]:
-        """Return the command of a run of some tests."""
+    def command(self, cache: Path) -> list[str]:
+        """Return the command of a run.
+
+        Args:
+            cache: Folder for the cache of pytest, which is not that of the project.
+        """
         # The hook that rewrites assertions would read the files itself, without modkit in them.
-        command = [sys.executable, "-m", "pytest", "-q", "--assert=plain", "--tb=short"]
-        # The cache would write to the user's project, and a random order would differ between
-        # sides. A project whose own options stop at the first failure is compared as a whole.
-        command += ["-p", "no:cacheprovider", "-p", "no:randomly", "--maxfail=0"]
+        command = [sys.executable, "-c", _START, "-q", "--assert=plain", "--tb=short"]
+        # Without the plugin of the cache, its options and fixture would be errors. A project whose
+        # own options stop at the first failure is compared as a whole.
+        command += ["-o", f"cache_dir={cache}", "--maxfail=0"]
         if self.processes:
             command += ["-n", str(self.processes)]
         if self.keep_going:
             command.append("--continue-on-collection-errors")
-        return [*command, *self.arguments, *tests]
+        return [*command, *self.arguments, *self.tests]
 
 
 class Recorded(NamedTuple):
@@ -176,7 +193,8 @@ class SuiteReport(NamedTuple):
     def number(self, kind: Kind) -> int:
         """Return the number of tests of one kind."""
         if kind == "equal":
-            return sum(self.counts["torch"].values()) - len(self.differing)
+            ran_on_torch = [result for result in self.differing if result.torch[0] != NOT_RUN]
+            return sum(self.counts["torch"].values()) - len(ran_on_torch)
         return sum(result.kind == kind for result in self.differing)
 
 
@@ -239,7 +257,7 @@ def run(
         suite: The suite.
         swap: If True, modules of the suite import modkit.
         folder: Folder for the outcomes and the log, which is created.
-        tests: Test ids to run instead of all tests of the suite.
+        tests: Ids of records; if there are any, the other tests of the suite do not run.
         progress: Called with the fraction of the tests that have run.
 
     Returns:
@@ -262,7 +280,10 @@ def run(
         VARIABLE: json.dumps(options._asdict()),
         "PYTEST_PLUGINS": ",".join(filter(None, plugins)),
     }
-    command = suite.command(tests or suite.tests)
+    command = suite.command(folder / "cache")
+    if tests:
+        # Pytest does not know these ids, which are neutral, and a command line has a limit.
+        (folder / "only.json").write_text(json.dumps(list(tests)), encoding="utf-8")
 
     while True:
         before = len(recorded(folder).outcomes)
@@ -276,6 +297,8 @@ def run(
         if before and status == _NO_TESTS:
             return record
         # A new process leaves out the tests that are recorded, the one that crashed included.
+        done = json.dumps(list(record.outcomes))
+        (folder / "done.json").write_text(done, encoding="utf-8")
         crashed = status not in _OF_PYTEST and len(record.outcomes) > before
         if not (crashed and suite.keep_going):
             raise SuiteError(_failure(status, record, folder, "modkit" if swap else "torch"))
@@ -354,7 +377,8 @@ def require_a_test(outcomes: Outcomes) -> None:
         outcomes: Outcomes on torch.
 
     Raises:
-        SuiteError: If every test was skipped, failed in its setup, or could not be collected.
+        SuiteError: If every test was skipped, failed in its setup, was cut off, or could not be
+            collected.
     """
     if not {outcome.outcome for outcome in outcomes.values()} <= _NOTHING_RAN:
         return
@@ -390,6 +414,9 @@ def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
         torch: Outcomes of the test on torch: the first run, then the repeated ones.
         modkit: Outcomes on modkit.
     """
+    # A test that a repeated run lacks was not repeated.
+    if NOT_RUN in {*torch[1:], *modkit[1:]}:
+        return ""
     # Without the text of the exception, which may quote random numbers.
     words = {outcome[:2] for outcome in torch}
     if len(set(torch)) > 1 and {outcome[:2] for outcome in modkit} <= words:
@@ -398,12 +425,6 @@ def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
     if set(torch[1:]) == set(modkit[1:]) == {torch[0]}:
         return _EQUAL_AGAIN
     return ""
-
-
-def selection(tests: Iterable[str]) -> list[str]:
-    """Return the arguments that run tests again: those with addresses in their ids, by file."""
-    # Records have neutral ids, without addresses and temporary paths, which pytest does not know.
-    return list(dict.fromkeys(t.split("::")[0] if "0x" in t or "TMP" in t else t for t in tests))
 
 
 def repeated(
@@ -427,7 +448,7 @@ def repeated(
                 suite,
                 swap=side != "torch",
                 folder=folder / f"{side}-{repeat}",
-                tests=selection(doubtful),
+                tests=doubtful,
             )
             for test in doubtful:
                 runs[test][side].append(again.outcomes.get(test, NOT_RUN))

@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from modkit.compat import suite as suites
+from modkit.compat import pytest_plugin, suite as suites
 from modkit.compat.suite import (
     LISTED,
     NOT_RUN,
@@ -25,7 +25,6 @@ from modkit.compat.suite import (
     project_of,
     recorded,
     require_a_test,
-    selection,
 )
 from modkit.compat.swapped_imports import SwappedImports
 from tests.divergences import ROWS
@@ -33,9 +32,6 @@ from tests.processes import python
 from tests.unit.cli.command_line import invoke
 
 
-PYTEST = (
-    "import os, sys, pytest; sys.path.insert(0, os.getcwd()); sys.exit(pytest.main(sys.argv[1:]))"
-)
 PASSED, FAILED = Outcome("passed"), Outcome("failed", "ValueError", "no")
 NETWORK = """
 import torch
@@ -136,7 +132,8 @@ def _forked(monkeypatch):
 
     def wait(command, suite, environment, folder, progress):
         log = folder / "log.txt"
-        found = python(PYTEST, *command[3:], env=environment, stdout=log)
+        start = f"import os, sys; sys.path.insert(0, os.getcwd()); {command[2]}"
+        found = python(start, *command[3:], env=environment, stdout=log)
         log.write_text(log.read_text() + found.stderr)
         return found.returncode
 
@@ -163,6 +160,174 @@ def test_a_suite_is_compared_test_by_test(project):
     assert report["tests"] == {"equal": 5, "listed": 1, "unlisted": 1, "unsteady": 1}
     assert report["swapped"] == ["package.network", "test_network"]
     assert {file: file.read_bytes() for file in project.rglob("*.py")} == before
+
+
+PLUGIN = """
+import pickle
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from _pytest.runner import runtestprotocol
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from package.network import Net
+
+
+@pytest.fixture
+def net_of_plugin():
+    return Net()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item):
+    if not item.get_closest_marker("forked"):
+        return None
+    # As pytest-forked does.
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    read, write = os.pipe()
+    if not os.fork():
+        reports = [report._to_json() for report in runtestprotocol(item, log=False)]
+        os.write(write, pickle.dumps(reports))
+        os._exit(0)
+    os.wait()
+    for report in pickle.loads(os.read(read, 1 << 16)):
+        item.ihook.pytest_runtest_logreport(report=pytest.TestReport._from_json(report))
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+"""
+EDGES = """
+import os
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+# Torch's Module derives from object alone, and modkit's from torch's.
+ON_TORCH = nn.Module.__mro__[1] is object
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        return self.message
+
+
+@pytest.mark.parametrize("seed", [0xDEADBEEF, 0xCAFEBABE], ids=hex)
+def test_address(seed):
+    assert seed == 0xDEADBEEF or ON_TORCH
+
+
+@pytest.mark.forked
+def test_forked():
+    assert ON_TORCH
+
+
+@pytest.mark.parametrize("library", [nn.Module.__module__.partition(".")[0]])
+def test_one_side(library):
+    pass
+
+
+def test_plugin(net_of_plugin):
+    assert type(net_of_plugin).__mro__[2] is object
+
+
+@pytest.mark.xfail
+def test_xfail():
+    raise (ValueError if ON_TORCH else TypeError)
+
+
+def test_unsteady():
+    runs = Path(__file__).with_name("runs")
+    runs.touch()
+    runs.write_text(runs.read_text() + "x")
+    assert len(runs.read_text()) % 4 < 2
+
+
+@pytest.mark.forked
+def test_forked_fails():
+    raise ValueError("in a process")
+
+
+def test_cache(cache):
+    assert cache.get("nothing", 1) == 1
+
+
+def test_class_in_text():
+    raise ValueError(f"{nn.Module} and {nn.Linear}")
+
+
+def test_inner_session(tmp_path):
+    file = tmp_path / "test_inner.py"
+    file.write_text("def test_inner(): assert 0")
+    assert pytest.main(["-c", os.devnull, "-p", "no:cacheprovider", str(file)]) == 1
+
+
+def test_unprintable():
+    raise Unprintable
+"""
+
+
+@pytest.mark.usefixtures("_forked")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="a test runs in a forked process")
+def test_what_could_hide_a_difference(project, monkeypatch):
+    """Each test counts, however it runs, whatever its id is, and from whichever folder."""
+    options = '[pytest]\naddopts = ["-p", "plugin", "--ff"]\nmarkers = ["forked"]\n'
+    (project / "pyproject.toml").unlink()
+    (project / "pytest.toml").write_text(options)
+    (project / "package/plugin.py").write_text(PLUGIN)
+    (project / "tests/conftest.py").unlink()
+    (project / "tests/test_network.py").write_text(EDGES)
+    # The root of pytest, to which ids are relative, is the folder above.
+    monkeypatch.chdir(project / "package")
+    result = invoke("compat", "--tests", "../tests", "--json")
+
+    assert result.stdout, result.stderr
+    report = json.loads(result.stdout)
+    differing = {each["test"].partition("::")[2]: each for each in report["differing"]}
+
+    assert {name: each["kind"] for name, each in differing.items()} == {
+        "test_address[0x] #2": "unlisted",
+        "test_forked": "unlisted",
+        "test_one_side[torch]": "unlisted",
+        "test_one_side[modkit]": "unlisted",
+        "test_plugin": "unlisted",
+        "test_xfail": "unlisted",
+        "test_unsteady": "unsteady",
+    }
+    assert differing["test_forked"]["modkit"] == ["failed (AssertionError)"] * 2
+    assert differing["test_one_side[torch]"]["modkit"] == ["not run"] * 2
+    assert differing["test_xfail"]["torch"] == ["xfailed (ValueError)"] * 2
+    assert report["tests"]["equal"] == 6
+    assert report["counts"]["torch"] == {"failed": 3, "passed": 8, "xfailed": 1}
+    assert report["swapped"] == ["package.network", "test_network"]
+    assert not (project / ".pytest_cache").exists()
+
+
+def test_reports_of_other_plugins(monkeypatch):
+    """A repeated attempt and a report of a worker do not count, and a crash has no phase."""
+    lines: list[dict[str, str]] = []
+    monkeypatch.setattr(pytest_plugin, "_write", lambda **line: lines.append(line))
+    for outcome, attributes in [
+        ("failed", {"when": "call", "node": "gw0"}),
+        ("rerun", {"when": "call"}),
+        ("passed", {"when": "call"}),
+        ("failed", {"when": "???"}),
+    ]:
+        report = types.SimpleNamespace(nodeid="a", outcome=outcome, **attributes)
+        pytest_plugin.pytest_runtest_logreport(report)
+        pytest_plugin.pytest_runtest_logfinish("a")
+
+    assert [line["outcome"] for line in lines] == ["passed", "cut off"]
+
+
+def test_tests_are_not_shuffled():
+    """The options of pytest-randomly stay known, but each side has one order and one seed."""
+    option = types.SimpleNamespace(randomly_reorganize=True, randomly_reset_seed=True)
+    pytest_plugin.pytest_configure(types.SimpleNamespace(option=option))
+
+    assert not option.randomly_reorganize
+    assert not option.randomly_reset_seed
 
 
 @pytest.mark.usefixtures("_forked")
@@ -234,7 +399,7 @@ def test_a_suite_that_does_not_run_is_an_error(project):
     assert "nowhere_at_all" in result.stderr
 
 
-@pytest.mark.parametrize("word", ["error", "skipped", "uncollected"])
+@pytest.mark.parametrize("word", ["error", "skipped", "uncollected", "cut off"])
 def test_outcomes_of_tests_that_did_not_run(word):
     """One test that ran is enough."""
     with pytest.raises(SuiteError, match=rf"\(2 {word}\), so nothing is compared: ValueError no"):
@@ -320,6 +485,17 @@ def test_a_process_that_a_test_ends(status, tmp_path, monkeypatch):
         suites.run(Suite(["tests"], [tmp_path]), swap=False, folder=records)
 
 
+def test_tests_are_repeated_by_a_file(tmp_path, monkeypatch):
+    """Their ids may be too many, or too long, for a command line."""
+    commands: list[list[str]] = []
+    monkeypatch.setattr(suites, "_wait", lambda command, *_: commands.append(command))
+    tests = [f"test_a.py::test[{number}]" for number in range(3)]
+    suites.run(Suite(["tests"], [tmp_path]), swap=False, folder=tmp_path, tests=tests)
+
+    assert commands[0][-1] == "tests"
+    assert json.loads((tmp_path / "only.json").read_text()) == tests
+
+
 @pytest.mark.slow
 def test_a_process_that_ends_after_its_tests(project):
     """Some projects leave out the end of the interpreter, which their libraries do not survive."""
@@ -379,7 +555,14 @@ def test_missing_plugins(project, monkeypatch):
         ([FAILED, FAILED._replace(text="1"), FAILED], [FAILED._replace(text="2")] * 3, "unsteady"),
         ([PASSED, FAILED, PASSED], [Outcome("failed", "KeyError")] * 3, "unlisted"),
         ([PASSED] * 3, [NOT_RUN] * 3, "unlisted"),
+        ([PASSED, NOT_RUN], [NOT_RUN, NOT_RUN], "unlisted"),
+        ([FAILED, NOT_RUN], [NOT_RUN, FAILED], "unlisted"),
         ([PASSED], [Outcome("failed", "FileError", "x is corrupt")], "listed"),
+        (
+            [Outcome("failed", "DeprecationWarning", "`torch.jit.script` is deprecated.")],
+            [PASSED],
+            "listed",
+        ),
     ],
 )
 def test_kinds(torch, modkit, kind):
@@ -403,17 +586,16 @@ def test_lines_of_processes_that_were_killed(tmp_path):
     assert record.collected == 3
 
 
-def test_tests_are_selected_again_by_file_if_their_ids_change():
-    """Ids with an address or a temporary folder name no test of another process."""
-    tests = ["a.py::test[1]", "b.py::test[0x]", "b.py::test[TMP/x]"]
-
-    assert selection(tests) == ["a.py::test[1]", "b.py"]
-
-
 def test_the_project_of_a_path(project):
     """The nearest folder with a file of a project; without one, the folder of the tests."""
     assert project_of(project / "tests/test_network.py") == project
     assert project_of(project / "package") == project
+
+    for name in ("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"):
+        inner = project / name.replace(".", "_")
+        inner.mkdir()
+        (inner / name).touch()
+        assert project_of(inner) == inner
 
 
 def test_which_modules_are_swapped(project, monkeypatch):
