@@ -45,18 +45,15 @@ def importing(name: str, folder: Path | None, *, swap: bool) -> Generator[Module
     before, path = dict(sys.modules), list(sys.path)
     sys.modules.pop(name, None)
     packages, paths = ([name], []) if folder is None else ([], [folder])
-    finder = SwappedImports(packages=packages, paths=paths)
+    remove = SwappedImports(packages=packages, paths=paths).install() if swap else lambda: None
     try:
         if folder is not None:
             sys.path.insert(0, str(folder))
-        if swap:
-            sys.meta_path.insert(0, finder)
         importlib.invalidate_caches()
         yield importlib.import_module(name)
     finally:
         sys.path[:] = path
-        if swap:
-            sys.meta_path.remove(finder)
+        remove()
         for new in [found for found in sys.modules if found not in before]:
             if folder is not None and str(folder) in str(getattr(sys.modules[new], "__file__", "")):
                 del sys.modules[new]

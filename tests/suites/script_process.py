@@ -143,7 +143,7 @@ def run(options: dict[str, Any], report: Callable[[str], object]) -> None:
     path = Path(options["script"])
     source = path.read_text(encoding="utf-8")
     if options["swap"]:
-        sys.meta_path.insert(0, SwappedImports(paths=[Path(options["tree"])], report=report))
+        SwappedImports(paths=[Path(options["tree"])], report=report).install()
         source = swap_source(source)
     main = types.ModuleType("__main__")
     main.__file__ = str(path)

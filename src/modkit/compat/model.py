@@ -279,7 +279,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
     swapped: list[str] = []
     if name == "modkit":
-        sys.meta_path.insert(0, SwappedImports(packages_of(target), report=swapped.append))
+        SwappedImports(packages_of(target), report=swapped.append).install()
     try:
         model = build(target)
         inputs = inputs_of(target, model)

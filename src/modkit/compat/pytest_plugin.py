@@ -45,15 +45,11 @@ def _write(**line: object) -> None:
 
 
 if _options.packages or _options.paths:
-    # In front of Python's own finders, which would import the modules as they are.
-    sys.meta_path.insert(
-        0,
-        SwappedImports(
-            _options.packages,
-            [Path(path) for path in _options.paths],
-            report=lambda name: _write(swapped=name),
-        ),
-    )
+    SwappedImports(
+        _options.packages,
+        [Path(path) for path in _options.paths],
+        report=lambda name: _write(swapped=name),
+    ).install()
 
 
 def neutral(text: str) -> str:

@@ -6,10 +6,10 @@ No file is written.
 from __future__ import annotations
 
 import importlib.util
-import sys
-import threading
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, SourceFileLoader
+import io
+import tokenize
+import warnings
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -17,8 +17,7 @@ from modkit.compat.swap import swap_source
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
-    from types import CodeType
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 # Installed libraries may lie inside a project, in a virtual environment of its own.
 _INSTALLED: Final = {"site-packages", "dist-packages"}
@@ -50,25 +49,8 @@ class Options(NamedTuple):
     paths: Sequence[str] = ()
 
 
-class _SwappingLoader(SourceFileLoader):
-    """Compiles the rewritten source; cached bytecode is that of the original source."""
-
-    def __init__(self, fullname: str, path: str, report: Callable[[str], object]) -> None:
-        super().__init__(fullname, path)
-        self._report = report
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        source = importlib.util.decode_source(self.get_data(path))
-        swapped = swap_source(source)
-        if swapped != source:
-            self._report(fullname)
-        code: CodeType = compile(swapped, path, "exec", dont_inherit=True)
-        return code
-
-
-class SwappedImports(MetaPathFinder):
-    """Finder for ``sys.meta_path`` that imports some modules with modkit in place of ``torch.nn``.
+class SwappedImports:
+    """Imports of some modules with modkit in place of ``torch.nn``.
 
     Args:
         packages: Names of packages whose modules are rewritten, wherever they are installed.
@@ -86,55 +68,70 @@ class SwappedImports(MetaPathFinder):
         self._packages = set(packages) - _NEVER
         self._paths = {path.resolve() for path in paths}
         self._report = report
-        # The names that are being looked up, by thread.
-        self._searches: set[tuple[int, str]] = set()
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """Return the spec of a source file that is rewritten, and None for all other modules."""
-        # Torch's own test models can be named, torch as a whole cannot.
-        if fullname.partition(".")[0] in _NEVER and not self._is_named(fullname):
-            return None
+    def install(self) -> Callable[[], None]:
+        """Rewrite the modules that this process imports from now on.
 
-        # A finder that asks all others, as this one does, would ask for ever.
-        search = (threading.get_ident(), fullname)
-        if search in self._searches:
-            return None
-        self._searches.add(search)
+        The source is rewritten where Python's loader reads it. Type checkers such as typeguard,
+        jaxtyping and beartype have loaders that derive from it, and tests load scripts with
+        ``importlib.util.spec_from_file_location``: no finder sees these.
+
+        Returns:
+            A function that ends this.
+        """
+        get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
+
+        def swapped_data(loader: SourceFileLoader, path: str) -> bytes:
+            data = get_data(loader, path)
+            return self._swapped(loader.name, data) if self.rewrites(loader.name, path) else data
+
+        def swapped_stats(loader: SourceFileLoader, path: str) -> Mapping[str, Any]:
+            # Without them, Python neither reads nor writes bytecode: it is of the original source.
+            if self.rewrites(loader.name, path):
+                raise OSError(path)
+            return path_stats(loader, path)
+
+        def replace(data: Any, stats: Any) -> None:
+            SourceFileLoader.get_data = data  # type: ignore[method-assign]
+            SourceFileLoader.path_stats = stats  # type: ignore[method-assign]
+
+        replace(swapped_data, swapped_stats)
+        return lambda: replace(get_data, path_stats)
+
+    def _swapped(self, name: str, data: bytes) -> bytes:
+        """Return the rewritten source of a module, in its encoding."""
         try:
-            return self._with_loader(self._spec_of_others(fullname, path, target))
-        finally:
-            self._searches.remove(search)
+            source = importlib.util.decode_source(data)
+            # Python warns when it compiles the source, with the name of the file.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                swapped = swap_source(source)
+        # Python raises this again, with the name of the file.
+        except (SyntaxError, ValueError):
+            return data
 
-    def _spec_of_others(self, fullname: str, path: Any, target: Any) -> ModuleSpec | None:
-        # The other finders know installed, editable and zipped packages. pytest's finder rewrites
-        # assertions from the file, and would not see the rewritten source.
-        for finder in sys.meta_path:
-            if finder is self or type(finder).__module__.startswith("_pytest."):
-                continue
-            # Finders for Python 3.3 have another method, and Python leaves them out.
-            if not hasattr(finder, "find_spec"):
-                continue
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
-        return None
+        if swapped == source:
+            return data
+        self._report(name)
+        return swapped.encode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
-    def _with_loader(self, spec: ModuleSpec | None) -> ModuleSpec | None:
-        """Return the spec with the rewriting loader; None if the module is not to be rewritten."""
-        if spec is None or type(spec.loader) is not SourceFileLoader or not self._is_chosen(spec):
-            return None
-        spec.loader = _SwappingLoader(spec.name, spec.loader.path, self._report)
-        return spec
+    def rewrites(self, name: str, path: str) -> bool:
+        """Return True if a module is rewritten.
 
-    def _is_named(self, fullname: str) -> bool:
-        return any(f"{fullname}.".startswith(f"{package}.") for package in self._packages)
-
-    def _is_chosen(self, spec: ModuleSpec) -> bool:
-        if self._is_named(spec.name):
+        Args:
+            name: Name of the module.
+            path: Its file.
+        """
+        if not path.endswith(".py"):
+            return False
+        if any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return True
+        # Torch's own test models can be named, torch as a whole cannot.
+        if name.partition(".")[0] in _NEVER:
+            return False
 
-        file = Path(spec.origin or "").resolve()
-        for path in self._paths:
-            if file == path or path in file.parents:
-                return not _INSTALLED.intersection(file.relative_to(path).parts)
+        file = Path(path).resolve()
+        for folder in self._paths:
+            if file == folder or folder in file.parents:
+                return not _INSTALLED.intersection(file.relative_to(folder).parts)
         return False

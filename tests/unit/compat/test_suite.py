@@ -1,6 +1,5 @@
 """``modkit compat --tests``: a pytest suite of a user on torch and on modkit."""
 
-import importlib
 import json
 import os
 import re
@@ -9,6 +8,8 @@ import subprocess
 import sys
 import time
 import types
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
@@ -598,62 +599,63 @@ def test_the_project_of_a_path(project):
         assert project_of(inner) == inner
 
 
-def test_which_modules_are_swapped(project, monkeypatch):
+def test_which_modules_are_swapped(project):
     """Modules below a path, except installed ones; a package by name wherever it lies."""
-    monkeypatch.setattr(sys, "path", [str(project), str(project / ".venv/lib/site-packages")])
+    installed = str(project / ".venv/lib/site-packages/installed.py")
+    below = SwappedImports(paths=[project])
+    named = SwappedImports(packages=["installed", "torch", "torch.testing._internal"])
+
+    assert below.rewrites("package.network", str(project / "package/network.py"))
+    assert not below.rewrites("package.data", str(project / "package/data.txt"))
+    assert not below.rewrites("installed", installed)
+    assert not below.rewrites("torch", torch.__file__)
+    assert named.rewrites("installed", installed)
+    assert not named.rewrites("package", str(project / "package/__init__.py"))
+    assert not named.rewrites("torch.nn.functional", torch.nn.functional.__file__)
+    # The models that torch has for its tests derive from Module as a user's models do.
+    assert named.rewrites("torch.testing._internal.common_pruning", torch.testing.__file__)
+
+
+class CheckingLoader(SourceFileLoader):
+    """A loader as that of typeguard, which changes the code that it compiles."""
+
+    def source_to_code(self, data, path, *, _optimization=-1):
+        """Compile the source with a line more."""
+        return super().source_to_code(data + b"CHECKED = True\n", path)
+
+
+@pytest.mark.parametrize("loader", [None, CheckingLoader], ids=["by path", "type checker"])
+def test_modules_with_another_loader(loader, project):
+    """No finder sees what a test loads by its path, or a loader that a type checker has put there."""
+    file = project / "package/network.py"
+    file.write_bytes("# coding: latin-1\nfrom torch import nn\nNAME = 'é'\n".encode("latin-1"))
     names: list[str] = []
-    below = SwappedImports(paths=[project], report=names.append)
-    named = SwappedImports(packages=["installed", "torch"], report=names.append)
+    spec = spec_from_file_location("net", file, loader=loader and loader("net", str(file)))
+    module = module_from_spec(spec)
+    remove = SwappedImports(paths=[project], report=names.append).install()
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        remove()
 
-    assert below.find_spec("installed", None) is None
-    assert below.find_spec("torch", None) is None
-    assert below.find_spec("nowhere_at_all", None) is None
-    assert named.find_spec("package", None) is None
-    assert named.find_spec("torch", None) is None
-
-    spec = named.find_spec("installed", None)
-    assert spec is not None
-    module = types.ModuleType("installed")
+    assert module.nn.Module.__module__ == "modkit.nn"
+    assert module.NAME == "é"
+    assert hasattr(module, "CHECKED") == (loader is not None)
+    assert names == ["net"]
+    assert not list(project.rglob("*.pyc"))
     spec.loader.exec_module(module)
-    assert module.Module.__module__ == "modkit.nn"
-    assert names == ["installed"]
+    assert module.nn is torch.nn
 
 
-def test_the_models_that_torch_has_for_tests_can_be_named():
-    """Those of ``torch.testing._internal``, which derive from ``Module`` as a user's models do."""
-    names: list[str] = []
-    named = SwappedImports(packages=["torch.testing._internal"], report=names.append)
-    spec = named.find_spec(
-        "torch.testing._internal.common_pruning", torch.testing._internal.__path__
-    )
-    assert spec is not None
-    spec.loader.get_code(spec.name)
-    assert names == ["torch.testing._internal.common_pruning"]
-    assert named.find_spec("torch.nn.functional", torch.nn.__path__) is None
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_another_finder_asks_the_rest(project, monkeypatch, order):
-    """As finders do that replace the loader which the others have found."""
-
-    class AsksTheRest:
-        def find_spec(self, name, path, target=None):
-            others = (finder for finder in sys.meta_path if finder is not self)
-            return next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
-
-    names: list[str] = []
-    swapping = SwappedImports(packages=["installed"], report=names.append)
-    finders = [swapping, AsksTheRest()][::order]
-    monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
-    monkeypatch.syspath_prepend(project / ".venv/lib/site-packages")
-    monkeypatch.delitem(sys.modules, "installed", raising=False)
-    assert importlib.import_module("installed").Module.__module__ == "modkit.nn"
-    assert names == ["installed"]
-    del sys.modules["installed"]
-
-
-def test_what_cannot_find_a_spec_is_left_out(project, monkeypatch):
-    """As Python does itself."""
-    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
-    monkeypatch.syspath_prepend(project / ".venv/lib/site-packages")
-    assert SwappedImports(packages=["installed"]).find_spec("installed", None) is not None
+def test_errors_of_the_source_name_the_file(project):
+    """An error or a warning of Python's parser is raised where the file is compiled."""
+    file = project / "package/network.py"
+    remove = SwappedImports(paths=[project]).install()
+    try:
+        for source, category in [("x = (\n", SyntaxError), ("'\\d'\n", SyntaxError)]:
+            file.write_text(source)
+            with pytest.raises(category) as caught:
+                SourceFileLoader("net", str(file)).get_code("net")
+            assert caught.value.filename == str(file)
+    finally:
+        remove()
