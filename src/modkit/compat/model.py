@@ -18,11 +18,13 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from modkit.compat.outcomes import Library, Outcome, leaves, outcome
+import modkit.nn
+from modkit.compat.outcomes import Library, Outcome, leaves, outcome, seed
 from modkit.compat.run import NOT_COMPARED, Result
 from modkit.compat.swapped_imports import UNTOUCHED, SwappedImports, untouched
 
@@ -126,7 +128,7 @@ def build(target: Target) -> torch.nn.Module:
         TargetError: If there is no such class or function, or it does not return a module.
     """
     make = object_at(target.path)
-    torch.manual_seed(0)
+    seed()
     model = make(*target.args, **(target.kwargs or {}))
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{target.path} returns a {type(model).__name__}, which is not a module")
@@ -144,12 +146,14 @@ def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
         Positional and keyword inputs; None if the layers do not tell which shape they take.
 
     Raises:
-        TargetError: If there is no such function.
+        TargetError: If there is no such function, or there is one beside other inputs.
     """
     # Not the seed of the model: the inputs would repeat the random numbers of its first weights.
-    torch.manual_seed(1)
+    seed(1)
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
         return [torch.randn([int(n) for n in shape.split(",")]) for shape in target.inputs], {}
+    if len(target.inputs) > 1:
+        raise TargetError("--input takes several shapes, or one function that returns all inputs")
     if target.inputs:
         made = object_at(target.inputs[0])()
         if isinstance(made, Mapping):
@@ -202,7 +206,9 @@ def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[
         outputs = leaves(call(net))
         # The model's own loss is not known; any scalar that depends on all outputs gives gradients.
         losses = [t.abs().sum() for t in outputs if isinstance(t, Tensor) and t.requires_grad]
-        torch.stack(losses).sum().backward()
+        # Outputs such as indices have no gradients.
+        if losses:
+            torch.stack(losses).sum().backward()
         return outputs, net
 
     def traced() -> Any:
@@ -237,6 +243,7 @@ def _checked(function: Callable[[], Any] | None) -> Outcome:
     """Run one check. Only the first line of an error counts: others show frames of Python."""
     if function is None:
         return "skipped", "no --input, and the first layers do not say which shape they take", []
+    seed()
     # Warnings are left out: they name lines of the library.
     kind, *rest, _ = outcome(function)
     if kind == "raises":
@@ -288,6 +295,10 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
         # An exception of the user's code need not survive a pickle, so only its text is sent.
         connection.send(error if isinstance(error, TargetError) else RuntimeError(reason))
         return
+    if name == "torch" and any(modkit.nn.Module in type(m).__mro__ for m in model.modules()):
+        reason = "uses modkit already, and would be compared with itself: give the code on torch.nn"
+        connection.send(TargetError(f"{target.path} {reason}"))
+        return
     if name == "modkit" and (unused := untouched(target.swap, swapped)):
         connection.send(TargetError(f"--swap {unused[0]}: {UNTOUCHED}"))
         return
@@ -323,14 +334,15 @@ def compare(
         A title, and a result for each check.
 
     Raises:
-        TargetError: If the target or the inputs do not exist, or a package of ``target.swap`` uses
-            nothing that modkit replaces.
+        TargetError: If the target or the inputs do not exist, the model uses modkit already, or a
+            package of ``target.swap`` uses nothing that modkit replaces.
         RuntimeError: If the model cannot be built on torch, or a process ended.
     """
     # Not forked: a new process has imported nothing of the user's.
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
-    with ExitStack() as stack:
+    # Sets of strings have the same order in both processes.
+    with ExitStack() as stack, mock.patch.dict(os.environ, PYTHONHASHSEED="0"):
         for name in ("torch", "modkit"):
             ours, theirs = context.Pipe()
             connections.append(ours)
@@ -381,9 +393,9 @@ def _received(
 
 
 def _result(check: str, left: Outcome, right: Outcome) -> Result:
-    """Compare two outcomes; errors that are equal have compared nothing."""
+    """Compare two outcomes; equal errors, and checks without inputs, have compared nothing."""
     kind = "equal" if left == right else "unlisted"
-    if kind == "equal" and left[0] == "raises":
+    if kind == "equal" and left[0] in {"raises", "skipped"}:
         kind = NOT_COMPARED
     return Result("model", check, kind, left, right)
 

@@ -2,14 +2,15 @@
 
 import collections.abc
 import ctypes
+import dataclasses
 import hashlib
 import importlib
+import random
 import re
 import sys
 import types
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import torch
@@ -29,7 +30,7 @@ _NAMESPACES: Final = {"swa": "optim.swa_utils", "hooks": "nn.modules.module"}
 _ADDRESS: Final = re.compile(r"0x[0-9a-f]{6,}|(?<=object_at_)\d+")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Library:
     """torch or modkit, as users import them: ``lib.nn`` is ``torch.nn`` or ``modkit.nn``.
 
@@ -147,6 +148,15 @@ def _freeze_module(module: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _fields(value: Any) -> dict[str, Any] | None:
+    """Return the fields of an instance of a dataclass, and None for other values."""
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return None
+    # A field without a default may have no value.
+    names = [field.name for field in dataclasses.fields(value)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
 def freeze(value: Any) -> Any:
     """Turn a value into plain data that compares bitwise.
 
@@ -171,6 +181,9 @@ def freeze(value: Any) -> Any:
         frozen = [freeze(item) for item in value]
         return frozen if type(value) in {list, tuple} else (type(value).__name__, frozen)
 
+    if (fields := _fields(value)) is not None:
+        return type(value).__name__, freeze(fields)
+
     # By name: classes and functions of modkit take the place of those of torch.
     if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
         return value.__qualname__
@@ -182,7 +195,7 @@ def freeze(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return the values in nested mappings, lists and tuples.
+    """Return the values in nested mappings, lists, tuples and dataclasses.
 
     Args:
         value: What a network returns.
@@ -192,9 +205,24 @@ def leaves(value: Any) -> list[Any]:
     """
     if isinstance(value, collections.abc.Mapping):
         value = list(value.values())
+    elif fields := _fields(value):
+        value = list(fields.values())
     if not isinstance(value, (list, tuple)):
         return [value]
     return [leaf for item in value for leaf in leaves(item)]
+
+
+def seed(number: int = 0) -> None:
+    """Seed the generators of Python, torch and NumPy, the last only if it has been imported.
+
+    Args:
+        number: The seed.
+    """
+    random.seed(number)
+    torch.manual_seed(number)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number)
 
 
 def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import torch
 
+from modkit.compat.outcomes import seed
 from modkit.compat.swapped_imports import VARIABLE, Options, SwappedImports
 
 
@@ -83,15 +81,6 @@ def _first_line(error: BaseException) -> str:
     return neutral(text).partition("\n")[0][:_TEXT]
 
 
-def _seed() -> None:
-    """Seed the generators of Python, torch and NumPy, the last only if the tests import it."""
-    random.seed(0)
-    torch.manual_seed(0)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(0)
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """Turn off what pytest-randomly does: the order and the seeds are those of the other side."""
     # Without the plugin, its options in ``addopts`` would be errors.
@@ -101,14 +90,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collectstart() -> None:
     """Seed before a file is collected: it may make its networks when it is imported."""
-    _seed()
+    seed()
 
 
 # Before pytest's own hook, which sets up the fixtures: they may draw random numbers.
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Seed before each test, so that no test depends on the ones before it."""
-    _seed()
+    seed()
 
 
 # Around the hooks of others, which may leave out tests, and change ids, as pytest-xdist does for

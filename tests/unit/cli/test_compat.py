@@ -2,7 +2,10 @@
 
 import functools
 import json
+import multiprocessing
+import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from torch import nn
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
-from modkit.compat.model import Target, TargetError, build, failed, inputs_of, packages_of
+from modkit.compat.model import Target, TargetError, build, compare, failed, inputs_of, packages_of
 from modkit.compat.outcomes import difference, outcome
 from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
@@ -189,6 +192,93 @@ def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
     assert (kinds["output in evaluation mode"], kinds["pickle"]) == ("not compared", "equal")
     assert report["areas"]["all"]["not compared"] == 5
     assert "<td>torch.export<td>not compared: each raises" in page.read_text("utf-8")
+
+
+CHANCE = """
+import dataclasses
+import random
+import numpy
+import torch
+from torch import nn
+
+@dataclasses.dataclass
+class Output:
+    indices: torch.Tensor
+    missing: object = dataclasses.field(init=False)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in {"alpha", "beta", "gamma", "delta"}:
+            self.add_module(name, nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.tensor(random.random() + numpy.random.rand()))
+
+    def forward(self, x):
+        drawn = random.random() + numpy.random.rand()
+        return Output((self.alpha(x) * self.scale + drawn).argmax(-1))
+
+
+class NoShape(nn.Module):
+    def forward(self, x):
+        return x
+"""
+
+
+@pytest.mark.usefixtures("forked_models")
+@pytest.mark.parametrize(("name", "kind"), [("Net", "equal"), ("NoShape", "not compared")])
+def test_what_a_model_draws_and_returns(tmp_path: Path, name: str, kind: str) -> None:
+    """Each generator is seeded, indices have no gradients, and without an input nothing is compared."""
+    script = tmp_path / "chance.py"
+    script.write_text(CHANCE, encoding="utf-8")
+    found = run(f"{script}:{name}", "--json")
+
+    kinds = {each["case"]: each["kind"] for each in json.loads(found.stdout)["results"]}
+    assert found.exit_code == (kind != "equal")
+    assert kinds["output in evaluation mode"] == kind
+    assert kinds["output, gradients and buffers in training mode"] == kind
+    assert kinds["structure"] == "equal"
+
+
+def test_sets_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both processes start with one seed for the hashes of strings; this process keeps its own."""
+    seeds: list[str | None] = []
+
+    def pipe() -> None:
+        seeds.append(os.environ.get("PYTHONHASHSEED"))
+        raise KeyboardInterrupt
+
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    contexts = types.SimpleNamespace(Pipe=pipe)
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: contexts)
+    with pytest.raises(KeyboardInterrupt):
+        compare(Target("a:b"))
+
+    assert seeds == ["0"]
+    assert "PYTHONHASHSEED" not in os.environ
+
+
+@pytest.mark.usefixtures("forked_models")
+def test_a_model_on_modkit(tmp_path: Path) -> None:
+    """It would be compared with itself."""
+    script = tmp_path / "migrated.py"
+    script.write_text(SCRIPT.replace("from torch import nn", "from modkit import nn"), "utf-8")
+    found = run(f"{script}:Net")
+
+    assert found.exit_code == 2
+    assert "migrated.py:Net uses modkit already, and would be compared with itself" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "inputs", [["{script}:inputs", "{script}:inputs"], ["2,3", "{script}:inputs"]]
+)
+def test_several_inputs_of_functions(script: Path, inputs: list[str]) -> None:
+    """One function returns all inputs: a second one was ignored."""
+    target = Target("a:b", inputs=[each.format(script=script) for each in inputs])
+    with pytest.raises(
+        TargetError, match="several shapes, or one function that returns all inputs"
+    ):
+        inputs_of(target, nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(
