@@ -205,16 +205,17 @@ class _Reading(NamedTuple):
 
     version: int
     misfits: list[str]
+    misplaced: int
     renamed: set[str]
     is_complete: bool
     effects: list[tuple[Step, tuple[str, ...]]]
 
-    def rank(self) -> tuple[float, bool]:
+    def rank(self) -> tuple[float, int, bool]:
         """Return a lower value for a better fit."""
         # A renamed tensor of another shape has the new name at least, and does not fit under the
         # old one.
         half = len(self.renamed.intersection(self.misfits)) / 2
-        return len(self.misfits) - half, not self.is_complete
+        return len(self.misfits) - half, self.misplaced, not self.is_complete
 
 
 def version_of(module: Any, entries: Entries) -> int:
@@ -235,6 +236,8 @@ def version_of(module: Any, entries: Entries) -> int:
     cls = type(module)
     expected = {without_wrappers(name): value for name, value in module.state_dict().items()}
     metas = Subtree({name: without_values(value) for name, value in entries.items()}, {})
+    # Children that migrate later: names below them may be old, but show where the child is.
+    children = {without_wrappers(p) for p, child in module.named_modules() if is_declared(child)}
     readings: list[_Reading] = []
     failures: dict[int, MigrationError] = {}
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
@@ -248,6 +251,8 @@ def version_of(module: Any, entries: Entries) -> int:
             continue
         result = stepped.entries
         misfits = [name for name in result if not _fits(name, result[name], expected)]
+        paths = [beginnings(without_wrappers(name)) for name in misfits]
+        misplaced = sum(children.isdisjoint(path) for path in paths)
         renamed: set[str] = set()
         for change in stepped.changes:
             if change.step.kind == "rename":
@@ -257,7 +262,7 @@ def version_of(module: Any, entries: Entries) -> int:
         is_complete = not misfits and expected.keys() == result.keys()
         # A tensor that is added overwrites nothing of the file.
         effects = [(change.step, change.sources) for change in stepped.changes if change.sources]
-        readings.append(_Reading(since, misfits, renamed, is_complete, effects))
+        readings.append(_Reading(since, misfits, misplaced, renamed, is_complete, effects))
 
     best = min(readings, key=_Reading.rank)
     for since, failure in failures.items():

@@ -36,6 +36,30 @@ def test_old_state_dicts_load(impl):
     assert (list(old), old._metadata) == (names, metadata)
 
 
+def test_a_renamed_child_that_renames_its_tensors(impl):
+    """Where no name of a child has stayed, its path alone shows the version of its parent."""
+
+    @mig.declare({2: [mig.rename("wq.*", "q_proj.*")]})
+    class Attention(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q_proj = torch.nn.Linear(2, 2, bias=False)
+
+    @mig.declare({2: [mig.rename("attention.**", "self_attn.**")]})
+    class Block(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn = Attention()
+
+    weight = torch.rand(2, 2)
+    model = impl.nn.Sequential(Block(), Block())
+    for path in ("attention.wq", "self_attn.wq", "self_attn.q_proj"):
+        model.load_state_dict({f"{number}.{path}.weight": weight * number for number in range(2)})
+
+        assert torch.equal(model[0].self_attn.q_proj.weight, weight * 0)
+        assert torch.equal(model[1].self_attn.q_proj.weight, weight)
+
+
 def test_options_of_loading(impl):
     """``assign`` takes the migrated tensors, and ``strict=False`` lists what is still absent."""
     old = network(impl.nn, old_attention(impl.nn)).state_dict()
