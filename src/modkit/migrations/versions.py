@@ -113,6 +113,13 @@ def bring(module: Any, subtree: Subtree, version: Any, goal: int) -> list[Change
     label = f"{subtree.path or '(root)'}: {cls.__name__}"
     if not 1 <= goal <= newest:
         raise MigrationError(f"{label} has versions 1 to {newest}, not {goal}")
+    # Of two bases, Python takes the version of the first one, and both have steps.
+    highest = max(table_of(cls), default=1)
+    if newest < highest:
+        raise MigrationError(
+            f"{label} has version {newest} of its first base, and inherits steps to version "
+            f"{highest}: put @declare({{}}) on it"
+        )
     # ``_metadata`` comes from a file.
     if version is not None and not isinstance(version, int):
         raise MigrationError(f"{label} was saved in version {version!r}, which is not a number")

@@ -202,3 +202,18 @@ def test_half_a_merge_without_a_version():
 
     with pytest.raises(MigrationError, match=r"q\.w is in the state dict, but v\.w is missing"):
         mig.migrate(model, {"q.w": ONE, "k.w": ONE})
+
+
+def test_two_bases():
+    """A class whose version is below that of its second base is refused, until it declares its own."""
+    first = mig.declare({2: [mig.rename("a", "c")]})(type("First", (nn.Module,), {}))
+    second = mig.declare({3: [mig.rename("b", "d")]})(type("Second", (nn.Module,), {}))
+    old = saved(1, a=ONE, b=TWO)
+    plain = type("Both", (first, second), {})
+    complete = mig.declare({})(type("Both", (first, second), {}))
+
+    for given in (old, dict(old)):
+        with pytest.raises(MigrationError, match=r"Both has version 2 .* put @declare\({}\) on it"):
+            mig.migrate(plain(), given)
+    assert list(mig.migrate(complete(), old)) == ["c", "d"]
+    assert list(mig.migrate(type("Both", (second, first), {})(), old)) == ["c", "d"]
