@@ -39,7 +39,7 @@ _FAMILIES: Final = {
     r"(^|\.)n_averaged$": "the counter of an AveragedModel",
     r"(^|\.)(running_mean|running_var|num_batches_tracked)$": "statistics of BatchNorm; the other "
     "side has another norm such as GroupNorm, none, or track_running_stats=False",
-    r"(^|\.)weight_[gv]$": "weight_norm",
+    r"(^|\.)weight_[gv]$": "weight_norm or spectral_norm",
     r"(^|\.)weight_(orig|mask|u)$": "spectral_norm or pruning",
     r"(^|\.)parametrizations\.": "a parametrization such as weight_norm",
     r"(^|\.)_extra_state$": "extra state, for instance of TransformerEngine",
@@ -417,6 +417,8 @@ def _depths(
     Yields:
         A note for each list of layers whose length or first number differs.
     """
+    # What lists of one kind have in common, such as the experts of each layer, with their paths.
+    found: dict[tuple[str, bool, int, int], dict[str, int]] = defaultdict(dict)
     file_homes = lists_in(file)
     model_homes = lists_in(model)
     for home in sorted(file_homes.keys() & model_homes.keys()):
@@ -437,17 +439,23 @@ def _depths(
         explained = _forget(names_below(home, in_file, extra), surplus)
         explained += _forget(names_below(home, in_model, lost), lacking)
         if extra and lost:
-            line = (
-                f"the numbers below {_quoted(home)} begin with {first} in the checkpoint and with "
-                f"{model_first} in the model: are all of them shifted?"
-            )
-            yield Note(_PREFIX, len(in_file), line)
+            found[starred(home), True, first, model_first][home] = len(in_file)
         elif explained:
+            found[starred(home), False, len(in_file), len(in_model)][home] = explained
+
+    for (pattern, has_moved, number, model_number), tensors in found.items():
+        home = _quoted(pattern if len(tensors) > 1 else next(iter(tensors)))
+        if has_moved:
             line = (
-                f"another depth: {_quoted(home)} has {len(in_file)} entries in the checkpoint, "
-                f"{len(in_model)} in the model"
+                f"the numbers below {home} begin with {number} in the checkpoint and with "
+                f"{model_number} in the model: are all of them shifted?"
             )
-            yield Note(_CAUSE, explained, line)
+        else:
+            line = (
+                f"another depth: {home} has {number} entries in the checkpoint, {model_number} in "
+                "the model"
+            )
+        yield Note(_PREFIX if has_moved else _CAUSE, sum(tensors.values()), line)
 
 
 def _say_rule(rule: Rule, total: int) -> Note:
@@ -514,7 +522,7 @@ def _rest(side: str, names: list[str]) -> Iterator[Note]:
     listed = _listed([home for home, _ in homes.most_common()])
     # If they are all of one module, its name alone would say little.
     if len(homes) == 1 < len(names):
-        listed += f": {_listed([name.rpartition('.')[2] for name in names])}"
+        listed += f": {_listed(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
     line = f"only {side} has {_count(len(names), 'other tensor')}, in {listed}"
     yield Note(_REST, len(names), line)
 

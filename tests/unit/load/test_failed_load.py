@@ -331,7 +331,7 @@ def test_at_most_eight_lines():
         "n_averaged": "the counter of an AveragedModel",
         "bn.running_var": "statistics of BatchNorm; the other side has another norm such as "
         "GroupNorm, none, or track_running_stats=False",
-        "q.weight_g": "weight_norm",
+        "q.weight_g": "weight_norm or spectral_norm",
         "q.weight_u": "spectral_norm or pruning",
         "parametrizations.q": "a parametrization such as weight_norm",
         "q._extra_state": "extra state, for instance of TransformerEngine",
@@ -440,6 +440,43 @@ def test_a_family_that_both_sides_have_is_no_cause():
         (line,) = _mismatches.explain(model, tensors(file))
 
         assert line.startswith(f"another depth: 'layer' has {entries} in the checkpoint")
+
+
+def test_lists_of_one_kind_have_one_line():
+    """Another number of experts in every layer is one cause, and so are numbers that are shifted."""
+    sizes = {"gate": 4, "up": 4}
+
+    def experts(numbers, layers=12):
+        return {
+            f"layers.{i}.experts.{n}.{name}": (size, 4)
+            for i in range(layers)
+            for n in numbers
+            for name, size in sizes.items()
+        }
+
+    for model, file, line in (
+        (
+            range(8),
+            range(4),
+            "another depth: 'layers.*.experts' has 4 entries in the checkpoint, 8",
+        ),
+        (range(4), range(1, 5), "the numbers below 'layers.*.experts' begin with 1 in the checkp"),
+    ):
+        (found,) = _mismatches.explain(experts(model), tensors(experts(file)))
+        (single,) = _mismatches.explain(experts(model, 1), tensors(experts(file, 1)))
+
+        assert found.startswith(line)
+        assert single.startswith(line.replace("*", "0"))
+
+
+def test_a_name_is_listed_once():
+    """Tensors that one side alone has in every layer are named once."""
+    model = {f"layers.{i}.w": (4, 4) for i in range(4)}
+    file = model | {f"layers.{i}.scale": (i + 7,) for i in range(4)}
+
+    assert _mismatches.explain(model, tensors(file)) == [
+        "only the checkpoint has 4 other tensors, in 'layers.*': 'scale'"
+    ]
 
 
 def test_the_output_of_an_attention_is_not_joined():
