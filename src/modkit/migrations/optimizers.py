@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from itertools import count
 from typing import Any
 
+import torch
+
 from modkit.errors import MigrationError
 from modkit.migrations.steps import Slots
 
@@ -16,7 +18,7 @@ def is_optimizer_state(state_dict: Mapping[str, Any]) -> bool:
 def migrate_optimizer(
     optimizer_state: Mapping[str, Any],
     migrate_names: Callable[[dict[str, Any]], Mapping[str, Any]],
-    parameters: list[str],
+    parameters: Mapping[str, torch.Tensor],
 ) -> dict[str, Any]:
     """Migrate the state for each parameter, and the names in the groups of parameters.
 
@@ -24,14 +26,14 @@ def migrate_optimizer(
         optimizer_state: What ``get_optimizer_state_dict()`` returns, with names as keys, or the
             ``state_dict()`` of an optimizer with ``param_names``, which numbers them.
         migrate_names: Migrates a dict by the names of parameters.
-        parameters: The names of the model's parameters, in order.
+        parameters: The model's parameters by name, in order.
 
     Returns:
         A state of the same form; the given one is unchanged.
 
     Raises:
-        MigrationError: If parameters have no names, or those of one new tensor are in several
-            groups.
+        MigrationError: If parameters have no names, those of one new tensor are in several groups,
+            or a step has computed from tensors that do not have the shape of their parameter.
     """
     groups: list[dict[str, Any]] = [dict(group) for group in optimizer_state["param_groups"]]
     is_numbered = any(isinstance(key, int) for group in groups for key in group["params"])
@@ -56,6 +58,7 @@ def migrate_optimizer(
     for name in dict.fromkeys((*in_order, *migrated)):
         value = migrated[name]
         if isinstance(value, Slots):
+            _check_shape(name, value, slots, parameters)
             candidates = {group_of[source] for source in value.sources}
         elif name in parameters:
             # A tensor that a step has added: the optimizer has no state for it yet.
@@ -82,3 +85,23 @@ def migrate_optimizer(
         if isinstance(value, Slots) and value
     }
     return {"state": new_state, "param_groups": groups}
+
+
+def _check_shape(
+    name: str,
+    value: Slots,
+    slots: Mapping[str, Slots],
+    parameters: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse what was computed from sums over rows and columns, which may have one size."""
+    if value is slots[value.sources[0]] or value.shape is None:
+        return
+    # The model has either the new parameter or, on the way back, the one that was split.
+    shapes = {source: slots[source].shape for source in value.sources} | {name: value.shape}
+    known = {n: parameters[n] for n in shapes if n in parameters}
+    fits = (torch.nn.parameter.is_lazy(p) or p.shape == shapes[n] for n, p in known.items())
+    if known and not any(fits):
+        raise MigrationError(
+            f"the optimizer has tensors of shape {list(value.shape)} for {name}, which is not that "
+            "of the parameter; factored ones, as of Adafactor, cannot be joined or split"
+        )

@@ -125,7 +125,7 @@ def migrate_with_record(
     _checked(model, state_dict)
     model = unwrapped(model)
     if is_optimizer_state(state_dict):
-        parameters = [without_wrappers(name) for name, _ in model.named_parameters()]
+        parameters = {without_wrappers(name): value for name, value in model.named_parameters()}
         migrate_names = partial(migrate_with_record, model, record=record, to=to, versions=versions)
         return with_metadata(migrate_optimizer(state_dict, migrate_names, parameters), None)
 

@@ -110,6 +110,25 @@ def test_back_and_without_versions():
         assert all(torch.equal(value, back["state"][name][slot]) for slot, value in slots.items())
 
 
+def test_factored_moments_are_refused():
+    """Sums over the rows and the columns of a square matrix have one size, and are not joined."""
+    model = declared({2: [mig.merge(["q", "k"], "qk"), mig.rename("o", "out")]})
+    model.qk, model.out = (torch.nn.Parameter(torch.zeros(size, 4)) for size in (8, 4))
+
+    def of(*names, size=4):
+        slots = {"step": 3, **{f"exp_avg_sq_{of}": torch.ones(size) for of in ("row", "col")}}
+        return {"state": dict.fromkeys(names, slots), "param_groups": [{"params": [*names]}]}
+
+    for state, version, to in (
+        (of("q", "k"), 1, None),
+        (of("q", "k", "o"), 1, None),
+        (of("qk", size=8), 2, {type(model): 1}),
+    ):
+        with pytest.raises(MigrationError, match=r"for (qk|q), which is not that of the parameter"):
+            mig.migrate(model, state, versions={type(model): version}, to=to)
+    assert [*mig.migrate(model, of("o"), versions={type(model): 1})["state"]] == ["out"]
+
+
 def test_a_stack_is_split_with_its_state():
     """Each part gets its part of the tensors, and scalars of its own."""
     table = {2: [mig.split("experts", "experts.*", dim=None)]}
