@@ -248,6 +248,31 @@ def moving(nn):
     return Layers
 
 
+def test_a_hook_gives_a_child_its_old_names(impl):
+    """A hook of a parent may move old entries below a declared child, which then migrates them."""
+
+    @mig.declare({2: [mig.rename("old", "new")]})
+    class Leaf(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.zeros(1))
+
+    def move(module, state_dict, prefix, *args):
+        state_dict[f"{prefix}leaf.old"] = state_dict.pop(f"{prefix}old")
+
+    class Parent(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.leaf = Leaf()
+            self.register_load_state_dict_pre_hook(move)
+
+    for load in (Parent.load_state_dict, modkit.load_state_dict, modkit.load_matching):
+        model = Parent()
+        load(model, {"old": torch.ones(1)})
+
+        assert model.leaf.new.item() == 1.0
+
+
 def test_moved_children_find_their_versions():
     """The planned load takes the version that a child was saved with, at its old path."""
     model = moving(modkit.nn)()
