@@ -32,6 +32,11 @@ def _hidden_layers(kind: str, head: _Head) -> Sequence[int]:
     return hidden
 
 
+def _support_size(size: int, support_range: Sequence[float] | None) -> int:
+    """Return the number of logits, for which LightZero after version 0.2 has a range."""
+    return size if support_range is None else len(torch.arange(*support_range))
+
+
 @dataclass
 class EZNetworkOutput:
     """The result of one inference of an :class:`EfficientZeroModel`.
@@ -89,6 +94,9 @@ class EfficientZeroModel(nn.Module):
         reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
         value_head_hidden_channels: Name of ``fc_value_layers`` in LightZero 0.2.
         policy_head_hidden_channels: Name of ``fc_policy_layers`` in LightZero 0.2.
+        reward_support_range: Start, end and step of the supports, in place of
+            ``reward_support_size``: as in LightZero after version 0.2.
+        value_support_range: Start, end and step in place of ``value_support_size``.
         **kwargs: No effect: LightZero passes the whole section of a configuration.
 
     Raises:
@@ -139,6 +147,8 @@ class EfficientZeroModel(nn.Module):
         reward_head_hidden_channels: Sequence[int] | None = None,
         value_head_hidden_channels: Sequence[int] | None = None,
         policy_head_hidden_channels: Sequence[int] | None = None,
+        reward_support_range: Sequence[float] | None = None,
+        value_support_range: Sequence[float] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__()
@@ -146,6 +156,8 @@ class EfficientZeroModel(nn.Module):
             # LightZero's assert statement raises this.
             raise AssertionError(discrete_action_encoding_type)
 
+        reward_support_size = _support_size(reward_support_size, reward_support_range)
+        value_support_size = _support_size(value_support_size, value_support_range)
         self.reward_support_size: int = reward_support_size if categorical_distribution else 1
         self.value_support_size: int = value_support_size if categorical_distribution else 1
         self.action_space_size = action_space_size

@@ -153,6 +153,19 @@ def test_newer_names():
     assert actual.flatten_output_size_for_reward_head == 72
 
 
+def test_ranges_of_supports():
+    """Ranges, which LightZero has after 0.2, take the place of the sizes of both supports."""
+    options = {"observation_shape": (4, 3, 3), "num_channels": 8}
+    ranges = {"reward_support_range": (-50.0, 51.0, 1.0), "value_support_range": (-10, 11, 0.5)}
+    model = models.EfficientZeroModel(**options, **ranges)
+    scalar = models.EfficientZeroModel(**options, **ranges, categorical_distribution=False)
+    sizes = models.EfficientZeroModel(**options, reward_support_size=101, value_support_size=42)
+
+    assert repr(model) == repr(sizes)
+    assert (model.reward_support_size, model.value_support_size) == (101, 42)
+    assert (scalar.reward_support_size, scalar.value_support_size) == (1, 1)
+
+
 def test_newer_names_in_the_model():
     """So do those of the model, which ignores what it does not know."""
     layers = {f"{head}_head_hidden_channels": [8, 8] for head in ("reward", "value", "policy")}
