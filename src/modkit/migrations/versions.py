@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from modkit._renames import beginnings, paths_after
+from modkit._tree import descend
 from modkit.averaging.names import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import matches
@@ -243,7 +244,9 @@ def version_of(module: Any, entries: Entries) -> int:
     expected = {without_wrappers(name): value for name, value in module.state_dict().items()}
     metas = Subtree({name: without_values(value) for name, value in entries.items()}, {})
     # Children that migrate later: names below them may be old, but show where the child is.
-    children = {without_wrappers(p) for p, child in module.named_modules() if is_declared(child)}
+    below = ((path, child) for path, child in module.named_modules() if path)
+    children = {without_wrappers(path) for path, child in below if is_declared(child)}
+    may_add = any(step.kind == "add" for steps in table_of(cls).values() for step in steps)
     readings: list[_Reading] = []
     failures: dict[int, MigrationError] = {}
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
@@ -265,7 +268,11 @@ def version_of(module: Any, entries: Entries) -> int:
                 renamed.update(expected.keys() & change.targets)
             else:
                 renamed.difference_update(change.targets)
-        is_complete = not misfits and expected.keys() == result.keys()
+        if may_add and children and not misplaced:
+            result = _after_children(module, result)
+        is_complete = expected.keys() == result.keys() and all(
+            _fits(name, value, expected) for name, value in result.items()
+        )
         # A tensor that is added overwrites nothing of the file.
         effects = [(change.step, change.sources) for change in stepped.changes if change.sources]
         readings.append(_Reading(since, misfits, misplaced, renamed, is_complete, effects))
@@ -291,6 +298,26 @@ def version_of(module: Any, entries: Entries) -> int:
                 f"versions={{{cls.__name__}: {other.version}}})"
             )
     return best.version
+
+
+def _after_children(module: torch.nn.Module, entries: Entries) -> Entries:
+    """Return entries once the children of a module have migrated; as they are if that fails."""
+    root = Subtree(dict(entries), {})
+
+    def enter(name: str, child: torch.nn.Module, parent: Subtree) -> Subtree | None:
+        if "." in name:
+            return None
+        subtree = parent.child(name) if without_wrappers(name) else parent
+        if is_declared(child):
+            bring(child, subtree, None, child._version)
+        return subtree
+
+    try:
+        descend(module, root, enter, lambda child, subtree: subtree.join())
+    except MigrationError:
+        return entries
+    root.join()
+    return root.entries
 
 
 def _fits(name: str, value: Any, expected: Entries) -> bool:

@@ -60,6 +60,35 @@ def test_a_renamed_child_that_renames_its_tensors(impl):
         assert torch.equal(model[1].self_attn.q_proj.weight, weight)
 
 
+def test_a_class_and_its_child_that_both_add_a_tensor(impl):
+    """Without versions, a tensor is added where all others fit once the children have migrated."""
+
+    @mig.declare({2: [mig.rename("gamma", "weight"), mig.add("bias", torch.ones(2))]})
+    class Norm(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2))
+            self.bias = torch.nn.Parameter(torch.zeros(2))
+
+    @mig.declare({2: [mig.add("scale", torch.ones(1))]})
+    class Block(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norms = torch.nn.ModuleList([Norm(), Norm()])
+            self.scale = torch.nn.Parameter(torch.zeros(1))
+
+    model = Block()
+    old = {f"norms.{number}.gamma": torch.ones(2) for number in range(2)}
+    # A part of a state dict is not filled, whatever its names are.
+    missing = model.load_state_dict({"norms.0.gamma": torch.ones(2)}, strict=False).missing_keys
+    assert {"scale", "norms.1.weight", "norms.1.bias"} == {*missing}
+    assert model.scale.item() == 0.0
+
+    model.load_state_dict(old)
+
+    assert all(bool(value.eq(1).all()) for value in model.state_dict().values())
+
+
 def test_options_of_loading(impl):
     """``assign`` takes the migrated tensors, and ``strict=False`` lists what is still absent."""
     old = network(impl.nn, old_attention(impl.nn)).state_dict()
