@@ -130,18 +130,19 @@ def bring(module: Any, subtree: Subtree, version: Any, goal: int) -> list[Change
             f"the package that defines it, or let the newer one write version {newest}"
         )
 
-    # A module that was left out of a state dict without versions is not filled with defaults. It
-    # has no version then: a hook may still move entries of any version below it.
-    if not subtree.entries and version is None:
-        return []
-    try:
-        since = version_of(module, subtree.entries) if version is None else version
-        stepped = _stepped(module, subtree, since, goal)
-    except MigrationError as error:
-        raise MigrationError(f"{label}: {error}") from error
-    subtree.entries = stepped.entries
-    subtree.saved = {**stepped.saved, "": {**(stepped.saved.get("") or {}), "version": goal}}
-    return [change._replace(owner=f"{label} {change.owner}") for change in stepped.changes]
+    changes: list[Change] = []
+    # A module that was left out of a state dict without versions is not filled with defaults.
+    if subtree.entries or version is not None:
+        try:
+            since = version_of(module, subtree.entries) if version is None else version
+            stepped = _stepped(module, subtree, since, goal)
+        except MigrationError as error:
+            raise MigrationError(f"{label}: {error}") from error
+        subtree.entries = stepped.entries
+        subtree.saved = stepped.saved
+        changes = [change._replace(owner=f"{label} {change.owner}") for change in stepped.changes]
+    subtree.saved[""] = {**(subtree.saved.get("") or {}), "version": goal}
+    return changes
 
 
 class _Stepped(NamedTuple):

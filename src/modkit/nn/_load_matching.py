@@ -207,7 +207,11 @@ def _migrated(
     loading = Load(renamed, assign=False)
     migrate = declared_migration(model)
     if migrate is not None:
+        known = {"", *(loading.metadata or ())}
         loading.migrate(model, migrate)
+        # A module without entries has no version: a hook may still move old ones below it.
+        known.update(path for name in loading.entries for path in beginnings(name))
+        loading.metadata = {path: own for path, own in loading.metadata.items() if path in known}
     return loading
 
 
