@@ -417,7 +417,7 @@ def _depths(
     Yields:
         A note for each list of layers whose length or first number differs.
     """
-    # What lists of one kind have in common, such as the experts of each layer, with their paths.
+    # Lists of one kind, such as the experts of each layer, by how they differ: the tensors by path.
     found: dict[tuple[str, bool, int, int], dict[str, int]] = defaultdict(dict)
     file_homes = lists_in(file)
     model_homes = lists_in(model)

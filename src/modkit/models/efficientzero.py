@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -32,8 +33,12 @@ def _hidden_layers(kind: str, head: _Head) -> Sequence[int]:
     return hidden
 
 
-def _support_size(size: int, support_range: Sequence[float] | None) -> int:
+def _number_of_logits(
+    is_categorical: bool, size: int, support_range: Sequence[float] | None
+) -> int:
     """Return the number of logits, for which LightZero after version 0.2 has a range."""
+    if not is_categorical:
+        return 1
     return size if support_range is None else len(torch.arange(*support_range))
 
 
@@ -156,17 +161,14 @@ class EfficientZeroModel(nn.Module):
             # LightZero's assert statement raises this.
             raise AssertionError(discrete_action_encoding_type)
 
-        reward_support_size = _support_size(reward_support_size, reward_support_range)
-        value_support_size = _support_size(value_support_size, value_support_range)
-        self.reward_support_size: int = reward_support_size if categorical_distribution else 1
-        self.value_support_size: int = value_support_size if categorical_distribution else 1
+        number_of_logits = partial(_number_of_logits, categorical_distribution)
+        self.reward_support_size: int = number_of_logits(reward_support_size, reward_support_range)
+        self.value_support_size: int = number_of_logits(value_support_size, value_support_range)
         self.action_space_size = action_space_size
         self.discrete_action_encoding_type = discrete_action_encoding_type
         self.lstm_hidden_size = lstm_hidden_size
-        self.proj_hid = proj_hid
-        self.proj_out = proj_out
-        self.pred_hid = pred_hid
-        self.pred_out = pred_out
+        self.proj_hid, self.proj_out = proj_hid, proj_out
+        self.pred_hid, self.pred_out = pred_hid, pred_out
         self.last_linear_layer_init_zero = last_linear_layer_init_zero
         self.state_norm = state_norm
         self.downsample = downsample
