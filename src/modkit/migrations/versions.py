@@ -247,7 +247,6 @@ def version_of(module: Any, entries: Entries) -> int:
     # Children that migrate later: names below them may be old, but show where the child is.
     below = ((path, child) for path, child in module.named_modules() if path)
     children = {without_wrappers(path) for path, child in below if is_declared(child)}
-    may_add = any(step.kind == "add" for steps in table_of(cls).values() for step in steps)
     readings: list[_Reading] = []
     failures: dict[int, MigrationError] = {}
     for since in (module._version, *(version - 1 for version in reversed(table_of(cls)))):
@@ -259,24 +258,7 @@ def version_of(module: Any, entries: Entries) -> int:
             # Without its traceback, which refers to this frame: a reference cycle.
             failures[since] = error.with_traceback(None)
             continue
-        result = stepped.entries
-        misfits = [name for name in result if not _fits(name, result[name], expected)]
-        paths = [beginnings(without_wrappers(name)) for name in misfits]
-        misplaced = sum(children.isdisjoint(path) for path in paths)
-        renamed: set[str] = set()
-        for change in stepped.changes:
-            if change.step.kind == "rename":
-                renamed.update(expected.keys() & change.targets)
-            else:
-                renamed.difference_update(change.targets)
-        if may_add and children and not misplaced:
-            result = _after_children(module, result)
-        is_complete = expected.keys() == result.keys() and all(
-            _fits(name, value, expected) for name, value in result.items()
-        )
-        # A tensor that is added overwrites nothing of the file.
-        effects = [(change.step, change.sources) for change in stepped.changes if change.sources]
-        readings.append(_Reading(since, misfits, misplaced, renamed, is_complete, effects))
+        readings.append(_read_as(since, module, stepped, expected, children))
 
     best = min(readings, key=_Reading.rank)
     for since, failure in failures.items():
@@ -299,6 +281,47 @@ def version_of(module: Any, entries: Entries) -> int:
                 f"versions={{{cls.__name__}: {other.version}}})"
             )
     return best.version
+
+
+def _read_as(
+    since: int, module: Any, stepped: _Stepped, expected: Entries, children: set[str]
+) -> _Reading:
+    """Return how entries fit a module if they are of a version; ``children`` migrate later."""
+    result, _, changes = stepped
+    misfits = [name for name in result if not _fits(name, result[name], expected)]
+    paths = [beginnings(without_wrappers(name)) for name in misfits]
+    misplaced = sum(children.isdisjoint(path) for path in paths)
+
+    renamed: set[str] = set()
+    for change in changes:
+        if change.step.kind == "rename":
+            renamed.update(expected.keys() & change.targets)
+        else:
+            renamed.difference_update(change.targets)
+
+    table = table_of(type(module))
+    may_add = any(step.kind == "add" for steps in table.values() for step in steps)
+    if may_add and children and not misplaced:
+        result = _after_children(module, result)
+    is_complete = expected.keys() == result.keys() and all(
+        _fits(name, value, expected) for name, value in result.items()
+    )
+    return _Reading(since, misfits, misplaced, renamed, is_complete, _effects(changes))
+
+
+def _effects(changes: list[Change]) -> list[tuple[Step, tuple[str, ...]]]:
+    """Return the steps that change tensors of a file, each with the names that it takes."""
+    added: set[str] = set()
+    effects: list[tuple[Step, tuple[str, ...]]] = []
+    for change in changes:
+        # A tensor that is added overwrites nothing, and a later step may rename or drop it.
+        is_added = added.issuperset(change.sources)
+        added.difference_update(change.sources)
+        if is_added:
+            added.update(change.targets)
+        else:
+            effects.append((change.step, change.sources))
+    return effects
 
 
 def _after_children(module: torch.nn.Module, entries: Entries) -> Entries:

@@ -89,6 +89,35 @@ def test_a_class_and_its_child_that_both_add_a_tensor(impl):
     assert all(bool(value.eq(1).all()) for value in model.state_dict().values())
 
 
+def test_a_tensor_that_was_added_and_dropped(impl):
+    """Tensors that only versions in between had leave no doubt about the version of another file."""
+
+    @mig.declare(
+        {
+            2: [mig.add("mask", torch.ones(1)), mig.rename("old", "new")],
+            3: [mig.rename("mask", "bias_mask")],
+            4: [mig.drop("bias_mask")],
+        }
+    )
+    class Net(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.new = torch.nn.Parameter(torch.zeros(1))
+            self.other = torch.nn.Parameter(torch.zeros(1))
+
+    one = torch.ones(1)
+    for given in (
+        {"new": one},
+        {"old": one},
+        {"new": one, "mask": one},
+        {"new": one, "bias_mask": one},
+    ):
+        model = Net()
+        model.load_state_dict({**given, "other": one})
+
+        assert model.new.item() == 1.0
+
+
 def test_options_of_loading(impl):
     """``assign`` takes the migrated tensors, and ``strict=False`` lists what is still absent."""
     old = network(impl.nn, old_attention(impl.nn)).state_dict()
