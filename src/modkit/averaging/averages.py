@@ -244,7 +244,7 @@ class Average:
                 self.errors[name] = torch.zeros_like(tensor)
 
     def place(self, members: Tensors) -> None:
-        """Follow a model that was moved, unless the average has a device of its own.
+        """Follow a model that was moved, unless the average has a device of its own, or sharded.
 
         Args:
             members: Tensors of the model by name.
@@ -253,8 +253,11 @@ class Average:
             device = self.options.device or current.device
 
             for stored in (self.tensors, self.errors):
-                if name in stored and stored[name].device != device:
-                    stored[name] = stored[name].to(device)
+                if name in stored:
+                    tensor = shards_of(stored[name], current)
+                    if tensor is not stored[name] or tensor.device != device:
+                        # A view of the full tensor would keep all of its memory.
+                        stored[name] = tensor.to(device, copy=True)
 
     def resized(
         self, members: Tensors, options: Options, former_names: Mapping[str, str]
@@ -294,22 +297,23 @@ class Average:
         self.statistics = {name: t.to(device or t.device) for name, t in statistics.items()}
 
     def _take_over(self, name: str, value: Tensor, error: Tensor | None) -> None:
-        """Copy another average and its error term, which may be of other dtypes."""
+        """Copy another average and its error term, which may be full, or of other dtypes."""
         tensor = local_shard(self.tensors[name])
-        value = local_shard(value)
+        value = local_shard(shards_of(value, self.tensors[name]))
+        error = None if error is None else local_shard(shards_of(error, self.tensors[name]))
         error_here = self.errors.get(name)
 
         if error is not None and (error_here is None or tensor.dtype != value.dtype):
             # An error term only fits the tensor that it was computed for: add it first.
             wide = torch.promote_types(value.dtype, tensor.dtype)
             wide = torch.promote_types(wide, torch.float32)
-            value = value.to(wide).add(local_shard(error))
+            value = value.to(wide).add(error)
             error = None
         copy_(tensor, value)
 
         if error_here is not None:
             # Without an error term of its own, it is what rounding to the dtype here has lost.
-            lost = value.to(tensor.device) - tensor if error is None else local_shard(error)
+            lost = value.to(tensor.device) - tensor if error is None else error
             copy_(local_shard(error_here), lost)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -382,10 +386,8 @@ class Average:
             state: What :meth:`state_dict` returns, with names and shapes that were checked. Full
                 tensors are sharded like those here.
         """
-        for name, tensor in self.tensors.items():
-            error = state["rests"].get(name)
-            error = None if error is None else shards_of(error, tensor)
-            self._take_over(name, shards_of(state["tensors"][name], tensor), error)
+        for name in self.tensors:
+            self._take_over(name, state["tensors"][name], state["rests"].get(name))
 
         self.generators = {}
         for device, random_state in state["generators"].items():

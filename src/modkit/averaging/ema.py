@@ -29,7 +29,7 @@ from modkit.averaging.options import (
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
-from modkit.averaging.sharding import resharded, shards_of
+from modkit.averaging.sharding import resharded
 from modkit.averaging.swap import (
     active_swaps,
     any_swapped,
@@ -973,7 +973,7 @@ class EMA(Generic[ModelT]):
             else:
                 self._engine.load(loaded, named)
             for tensor, value in raw:
-                write(tensor, shards_of(value, tensor))
+                write(tensor, value)
             self._follow()
 
             self.step = loaded.step

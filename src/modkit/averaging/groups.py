@@ -10,7 +10,7 @@ from torch import Tensor
 from modkit._upstream import PLAIN
 from modkit.averaging import precision
 from modkit.averaging.averages import Average, Tensors, can_share
-from modkit.averaging.sharding import local_shard
+from modkit.averaging.sharding import is_sharded, local_shard
 
 
 # ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them
@@ -59,9 +59,11 @@ class Group:
 
         Args:
             name: The name of both.
-            current: The tensor of the model; of a sharded one its local shard is added.
+            current: The tensor of the model. If the averages are sharded too, its local shard is
+                added; otherwise torch refuses to combine it with them.
         """
-        self.currents.append(local_shard(current))
+        is_local = all(is_sharded(owner.tensors[name]) for owner in self.owners)
+        self.currents.append(local_shard(current) if is_local else current)
         for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
             tensors.append(local_shard(owner.tensors[name]))
             if name in owner.errors:

@@ -37,6 +37,7 @@ from modkit.averaging.sharding import (
     local_shard,
     reshard,
     sharded_places,
+    shards_of,
 )
 from modkit.averaging.watch import Snapshot, Tables
 
@@ -65,7 +66,11 @@ def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
     members = {name: member for name, member in optional.items() if member is not None}
     shapes = {name: member.required_shape() for name, member in members.items()}
     check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
-    return [(name, members[name].current(), value) for name, value in values.items()]
+    # The model may have been sharded after its averages were made.
+    currents = {name: members[name].current() for name in values}
+    return [
+        (name, currents[name], shards_of(value, currents[name])) for name, value in values.items()
+    ]
 
 
 class _DetachedCopies(TorchFunctionMode):
@@ -162,11 +167,11 @@ def write(tensor: Tensor, value: Tensor) -> None:
 
     Args:
         tensor: The tensor.
-        value: Its values, of any dtype and device. A buffer may have had another shape: then the
-            tensor gets new memory.
+        value: Its values, of any dtype and device; full ones are sharded like the tensor. A buffer
+            may have had another shape: then the tensor gets new memory.
     """
     if tensor.shape == value.shape:
-        copy_(tensor, value)
+        copy_(tensor, shards_of(value, tensor))
     else:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 

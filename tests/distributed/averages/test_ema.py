@@ -318,6 +318,43 @@ def test_a_tensor_with_two_names_is_averaged_once(found: Found) -> None:
             assert torch.equal(seen["seen"][name], torch.full((7, 4), 0.9))
 
 
+def shard_late() -> dict[str, list[str]]:
+    """Shard a model after its averages have begun, and go on, with a call of rebind() and without."""
+    found: dict[str, list[str]] = {}
+    for kind in SHORT:
+        dtype, options = KINDS[kind]
+        for rebinds in False, True:
+            net, plain = network(dtype, nn.LayerNorm), network(dtype, nn.LayerNorm)
+            ema: modkit.EMA[Any] = modkit.EMA(net, **options)
+            reference: modkit.EMA[Any] = modkit.EMA(plain, **options)
+            train(ema, sgd(net), 0, 2)
+            train(reference, sgd(plain), 0, 2)
+            ema.store()
+
+            split(net)
+            batch = torch.ones(2, 5, dtype=dtype)
+            with torch.no_grad(), ema.applied(), reference.applied():
+                outputs = differing(net(batch), plain(batch))
+            ema.copy_to()
+            ema.restore()
+            restored = differing(state_of(net), dict(plain.state_dict()))
+            if rebinds:
+                ema.rebind()
+            take_step(net, sgd(net), 2)
+            ema.update()
+            plain.load_state_dict(state_of(net))
+            reference.update()
+            averages = differing(whole(ema.state_dict()), reference.state_dict())
+            found[f"{kind} {rebinds}"] = [*outputs, *restored, *averages]
+    return found
+
+
+def test_a_model_may_be_sharded_after_its_averages(found: Found) -> None:
+    """Averages of the full tensors are sharded with the model, and so are stored weights."""
+    for seen in found("late"):
+        assert seen == {f"{kind} {rebinds}": [] for kind in SHORT for rebinds in (False, True)}
+
+
 def batch_of(number: int) -> Tensor:
     """Return a batch of which each process has another one."""
     seed = 10 * number + torch.distributed.get_rank()
@@ -403,6 +440,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "bad steps": meet_bad_steps,
     "stages": skip_in_a_stage,
     "ties": share_weights,
+    "late": shard_late,
     "ddp": average_copies,
 }
 

@@ -64,6 +64,18 @@ def test_the_average_of_shards_is_applied(mesh, precision, mode) -> None:
     assert torch.equal(seen[0][0], seen[0][4])
 
 
+def test_a_copy_of_the_full_model_does_not_follow_its_shards(mesh) -> None:
+    """An AveragedModel that was made before the model was sharded raises torch's error."""
+
+    def update(impl: Implementation) -> None:
+        net = network()
+        average = impl.AveragedModel(net)
+        fully_shard(net, mesh=mesh)
+        average.update_parameters(net)
+
+    same(update)
+
+
 def flattened(net: nn.Module, original: bool) -> nn.Module:
     """Return the network with flat parameters, and the parameters as views of them if ``original``."""
     with warnings.catch_warnings():
