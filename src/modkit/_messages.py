@@ -79,7 +79,7 @@ MSG_WRITTEN_INSIDE: Final = (
 )
 
 MSG_WRITTEN_IN_VAIN: Final = (
-    "EMA: {name} was written to inside applied(), where it held a cast copy of its average; "
+    "EMA: {name} was written to inside applied(), where it held a copy of its average; "
     "the change is lost, and the training weights are restored"
 )
 

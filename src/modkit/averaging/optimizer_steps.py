@@ -20,6 +20,7 @@ from modkit._upstream import (
 )
 from modkit.averaging.precision import HOST_DEVICES
 from modkit.averaging.sharding import local_shard
+from modkit.averaging.swap import versions_of
 
 
 def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
@@ -294,5 +295,6 @@ class OptimizerSteps:
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.
         groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
-        first = [local_shard(group["params"][0]) for group in groups if group["params"]]
-        return [0 if tensor.is_inference() else tensor._version for tensor in first]
+        first = [group["params"][0] for group in groups if group["params"]]
+        # A write to a sharded tensor does not count for its local shard, nor the other way round.
+        return versions_of([*first, *map(local_shard, first)])

@@ -421,8 +421,16 @@ class Swap:
 
     def _note(self) -> None:
         """Note versions and addresses, by which changes in the block are detected."""
-        self.versions = versions_of(self._held)
+        self.versions = self._versions_now()
         self._pointers = _pointers(self._held)
+
+    def _versions_now(self) -> list[int]:
+        versions = versions_of(self._tensors)
+        for index in self._by_element:
+            # A write to a sharded tensor counts there, one to its local shard here. Torch counts no
+            # write by its kernels for lists.
+            versions[index] += versions_of([self._held[index]])[0]
+        return versions
 
     @cached_property
     def _index(self) -> dict[int, int]:
@@ -481,7 +489,7 @@ class Swap:
     def _problem(self, later: list["Swap"]) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""
         pointers = _pointers(self._held)
-        versions = versions_of(self._held)
+        versions = self._versions_now()
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
 
@@ -574,13 +582,13 @@ def wrapper_places(tensors: Iterable[Tensor]) -> list[int]:
 def _write_elements(tensor: Tensor, value: Tensor) -> None:
     """Copy into a tensor, and adapt the versions by which writes of the user are detected."""
     held = local_shard(tensor)
-    (before,) = versions_of([held])
+    before = sum(versions_of([tensor, held]))
     held.copy_(local_shard(value))
     for swap in active_swaps:
         index = swap.position(tensor)
         # The latest swap has noted no versions yet while it writes.
         if index is not None and swap.versions:
-            swap.versions[index] += versions_of([held])[0] - before
+            swap.versions[index] += sum(versions_of([tensor, held])) - before
 
 
 def _pointers(tensors: list[Tensor]) -> list[int]:

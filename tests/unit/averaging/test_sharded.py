@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
+from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation, freeze, same
 from tests.unit.averaging.recipes import averaged, network, train
 
@@ -74,6 +75,49 @@ def test_a_copy_of_the_full_model_does_not_follow_its_shards(mesh) -> None:
         average.update_parameters(net)
 
     same(update)
+
+
+WRITES = {
+    "an operation": lambda net: net[0].weight.add_(1),
+    "the shard": lambda net: net[0].weight.to_local().add_(1),
+    "a state": lambda net: net[0].load_state_dict(
+        {k: v + 1 for k, v in net[0].state_dict().items()}
+    ),
+}
+
+
+@for_each("way", WRITES)
+def test_a_write_to_shards_in_a_block_is_lost_with_an_error(mesh, way: str) -> None:
+    """The error is that of other tensors, and training weights and average are as before."""
+    net = network()
+    fully_shard(net, mesh=mesh)
+    ema = trained(net)
+    expected = freeze([whole(dict(net.state_dict())), whole(ema.state_dict())])
+
+    with (
+        pytest.raises(RuntimeError, match=r"0\.weight was written to inside applied"),
+        ema.applied(),
+        torch.no_grad(),
+    ):
+        WRITES[way](net)
+
+    assert freeze([whole(dict(net.state_dict())), whole(ema.state_dict())]) == expected
+
+
+def test_an_update_after_another_optimizer_of_shards_has_no_warning(mesh) -> None:
+    """A step of an optimizer that is not attached is a change of the weights."""
+    net = network()
+    fully_shard(net, mesh=mesh)
+    attached, other = (torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2))
+    ema = modkit.EMA(net, decay=0.5).attach(attached)
+    for optimizer in attached, other:
+        train(net, optimizer, 0, 1)
+    ema.update()
+
+    assert ema.n_averaged == 2
+    train(net, attached, 0, 1)
+    with pytest.warns(UserWarning, match="counts twice"):
+        ema.update()
 
 
 def flattened(net: nn.Module, original: bool) -> nn.Module:
