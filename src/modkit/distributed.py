@@ -17,7 +17,6 @@ from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import canonical_name, canonical_names
 from modkit.averaging.precision import compact
 from modkit.averaging.sharding import is_sharded, whole_tensor
-from modkit.averaging.state import with_empty_parts
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
@@ -253,7 +252,7 @@ def load_averages(
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(room, storage_reader=reader, planner=_planner(), process_group=process_group)
     state = _nested({tuple(paths[name][len(prefix) :]): value for name, value in room.items()})
-    ema.load_state_dict(with_empty_parts(state))
+    ema.load_state_dict(state)
 
 
 def _room_for(

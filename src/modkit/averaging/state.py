@@ -110,7 +110,7 @@ def read(
             ``step`` is given for a state that has its own counter.
         NameMismatchError: If the training weights in the state do not fit the model.
     """  # noqa: DOC501 - invalid_state() makes a ValueError
-    checked = CheckedMapping(OWN, state)
+    CheckedMapping(OWN, state)
     if not state:
         if step is not None:
             raise invalid_state(f"load_state_dict() got step={step} and an empty state")
@@ -133,7 +133,7 @@ def read(
             "it without step"
         )
     else:
-        loaded = _read_own(checked, model, schedules)
+        loaded = _read_own(CheckedMapping(OWN, _with_empty_parts(state)), model, schedules)
 
     if on_nonfinite != "ignore" and loaded.start is not None:
         _check_finite(loaded.averages, on_nonfinite)
@@ -312,24 +312,24 @@ def _raw(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def with_empty_parts(state: dict[str, Any]) -> dict[str, Any]:
-    """Restore the empty dicts and lists of a state, which flat checkpoints leave out.
+def _with_empty_parts(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Restore the empty dicts and lists of a state, which ``torch.distributed.checkpoint`` drops.
 
     Args:
-        state: A state of ``EMA`` that was read from a flat checkpoint, or something else.
+        state: A state of ``EMA`` that was read from such a checkpoint, or something else.
 
     Returns:
-        A new state, or ``state`` itself if it is not one of ``EMA``.
+        A new state, or ``state`` itself if it is invalid.
     """
-    averages = state.get("averages", [])
     schedules = state.get("schedules")
-    if "version" not in state or not isinstance(averages, list) or not isinstance(schedules, list):
-        # Not a state of this library; ``read`` says what is wrong with it.
+    if not isinstance(schedules, list):
+        # ``_read_own`` says what is wrong with it.
         return state
 
-    if len(averages) != len(schedules):
-        # Before the first update nothing is stored of any average.
-        averages = [{}] * len(schedules)
+    # Before the first update nothing is stored of any average.
+    averages: Any = state.get("averages", [{}] * len(schedules))
+    if not isinstance(averages, list):
+        return state
     empty = stored_average({})
     filled = [{**empty, **a} if isinstance(a, Mapping) else a for a in averages]
     return {"buffers": {}, **state, "averages": filled}
