@@ -255,7 +255,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
             with ema.evaluating_training_weights():
                 metrics |= trainer.evaluate(metric_key_prefix="eval_raw")  # eval_raw_loss
         """
-        self._cast_for_evaluation(self.ema)
+        self._prepare_evaluation(self.ema)
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
     def evaluating_training_weights(self) -> AbstractContextManager[Any]:
@@ -273,14 +273,17 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
             RuntimeError: If there are no averages, because nothing was trained; at the end of a
                 block inside an evaluation, if it has written to the weights.
         """
-        self._cast_for_evaluation(self.ema)
+        self._prepare_evaluation(self.ema)
         return self._evaluation.block(self.ema, None)
 
-    def _cast_for_evaluation(self, ema: EMA[Any] | None) -> None:
-        """Cast the model as the Trainer would inside the block, while an average is swapped in."""
+    def _prepare_evaluation(self, ema: EMA[Any] | None) -> None:
+        """Write to the model what the Trainer would write while an average is swapped in."""
         if ema is None:
             return
         trainer = self._trainer
+        # Schedule-free optimizers change the weights here; a second call has no effect.
+        if hasattr(trainer.optimizer, "eval"):
+            trainer.optimizer.eval()
         args = trainer.args
         # The condition of Trainer.evaluation_loop(), which keeps the dtype of a model in training.
         if (args.fp16_full_eval or args.bf16_full_eval) and not trainer.is_in_train:
@@ -313,8 +316,11 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
                 "Call callback.attach(trainer) before train()"
             )
 
-        # The last training may have ended with the average in its model.
+        # The last training may have ended with the average in its model, or begin anew with smaller
+        # batches.
         end_swap(self.ema)
+        if self.ema is not None:
+            self.ema.detach()
         self.ema = None
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
@@ -414,7 +420,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         """Swap the average in for an evaluation, unless a block has chosen the weights."""
         model = self._trainer.model
         ema = self._averages_of(model)
-        self._cast_for_evaluation(ema)
+        self._prepare_evaluation(ema)
         # predict() calls evaluation_loop(), and the user may evaluate inside ema.applied().
         chosen = self._evaluation.in_block or any_swapped(model)
         with nullcontext() if ema is None or chosen else ema.applied(index=self.index):

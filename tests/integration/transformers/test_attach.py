@@ -182,7 +182,10 @@ def test_a_model_that_training_makes(tmp_path: Path) -> None:
 
 
 def test_a_smaller_batch_after_too_little_memory(tmp_path: Path) -> None:
-    """A training that starts again with smaller batches averages from its new start."""
+    """A training that starts again with smaller batches averages from its new start.
+
+    No hook keeps the averages of the failed attempt in memory.
+    """
 
     class Short(transformers.Trainer):  # type: ignore[misc]
         failed = False
@@ -201,6 +204,7 @@ def test_a_smaller_batch_after_too_little_memory(tmp_path: Path) -> None:
 
     assert run.failed
     assert callback.ema.n_averaged == callback.ema.step == run.state.global_step
+    assert not run.optimizer.optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

@@ -144,6 +144,42 @@ def test_training_inside_a_block(tmp_path: Path, name: str) -> None:
     assert equal(weights(run.model), raw)
 
 
+class ScheduleFree(torch.optim.SGD):
+    """Changes the weights for an evaluation, and back for the next step, as `schedulefree` does."""
+
+    scale = 1.0
+
+    def eval(self) -> None:
+        """Halve the weights, once."""
+        self._scale_to(0.5)
+
+    def train(self) -> None:
+        """Double them again."""
+        self._scale_to(1.0)
+
+    @torch.no_grad()
+    def _scale_to(self, scale: float) -> None:
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        for parameter in parameters if scale != self.scale else []:
+            parameter.mul_(scale / self.scale)
+        self.scale = scale
+
+
+def test_evaluation_with_a_schedule_free_optimizer(tmp_path: Path) -> None:
+    """It writes to the training weights before the average is swapped in, not to the average."""
+    results = []
+    for kind in torch.optim.SGD, ScheduleFree:
+        callback = EMACallback(0.9)
+        run = trainer(tmp_path, callback, max_steps=5, **every(2, "eval"))
+        run.optimizer = kind(run.model.parameters(), lr=0.1)
+        run.train()
+        with callback.evaluating():
+            run.evaluate()
+        results.append(dict(callback.ema.named_averages()))
+
+    assert equal(results[0], results[1])
+
+
 @pytest.mark.parametrize("name", ["no block", "evaluating", "evaluating_training_weights"])
 def test_evaluation_in_bf16(tmp_path: Path, name: str) -> None:
     """With `bf16_full_eval` the model is cast before the block, and the averages are not."""
