@@ -9,8 +9,10 @@ from torch import Tensor
 from modkit.errors import NameMismatchError
 
 
-# The parts of a name that ``torch.compile``, FSDP and activation checkpointing add.
-_WRAPPERS: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+# The parts of a name that ``torch.compile``, FSDP, activation checkpointing and Fabric add.
+_WRAPPERS: Final = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
 
 
 def canonical_name(name: str) -> str:

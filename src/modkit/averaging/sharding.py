@@ -75,8 +75,9 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the device meshes of sharded tensors, in the order of the tensors."""
-    return list({cast("Any", t).device_mesh: None for t in tensors if is_sharded(t)})
+    """Return the device meshes of sharded tensors that this rank is in, in their order."""
+    meshes = [cast("Any", tensor).device_mesh for tensor in tensors if is_sharded(tensor)]
+    return [mesh for mesh in dict.fromkeys(meshes) if mesh.get_coordinate() is not None]
 
 
 def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:

@@ -1,3 +1,4 @@
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -5,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import modkit
@@ -286,6 +289,29 @@ def test_a_bad_step_of_one_stage_is_taken_by_another(found: Found) -> None:
     assert found("stages") == [2, 1]
 
 
+def skip_beside_a_layer_of_rank_0() -> list[int]:
+    """Return how many models each rank has averaged before and after a bad step of that layer."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parallelize_module(net[0], init_device_mesh("cpu", (2,)), ColwiseParallel())
+    with warnings.catch_warnings():
+        # Torch warns that a mesh of some ranks has no random state of its own.
+        warnings.simplefilter("ignore")
+        distribute_module(net[1], DeviceMesh("cpu", [0]))
+    ema: modkit.EMA[Any] = modkit.EMA(net, decay=0.5, on_nonfinite="skip")
+    counts = []
+    for value in 1.0, 2.0, float("inf"):
+        with torch.no_grad():
+            local_shard(net[1].weight).fill_(value)
+        ema.update()
+        counts.append(ema.n_averaged)
+    return counts
+
+
+def test_a_layer_of_some_ranks_is_averaged(found: Found) -> None:
+    """A rank that is not in the mesh of a layer still takes part in decisions about others."""
+    assert found("layer of rank 0") == [[1, 2, 2]] * 2
+
+
 def share_weights() -> dict[str, Any]:
     """Average a model whose first and last layer are one tensor of 7 rows."""
 
@@ -439,6 +465,7 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "rules": break_rules,
     "bad steps": meet_bad_steps,
     "stages": skip_in_a_stage,
+    "layer of rank 0": skip_beside_a_layer_of_rank_0,
     "ties": share_weights,
     "late": shard_late,
     "ddp": average_copies,

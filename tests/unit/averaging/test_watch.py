@@ -128,6 +128,7 @@ def test_looking_runs_no_operation(replaced: bool) -> None:
         ("module.module.weight", "weight"),
         ("module._orig_mod.module.0._fsdp_wrapped_module.weight", "0.weight"),
         ("_checkpoint_wrapped_module.module", "module"),
+        ("_forward_module.module.0.weight", "0.weight"),
         ("head.module.weight", "head.module.weight"),
     ],
 )
