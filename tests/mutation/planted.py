@@ -296,8 +296,8 @@ _AVERAGING: Final = [
     Bug(
         "averages: a model on another device is not followed",
         "averaging/averages.py",
-        "                if name in stored and stored[name].device != device:",
-        "                if name in stored and stored[name].device.type == device:",
+        "                    if tensor is not stored[name] or tensor.device != device:",
+        "                    if tensor is not stored[name] or tensor.device.type == device:",
         _EMA + "/test_devices.py",
     ),
     Bug(

@@ -244,7 +244,7 @@ class Average:
                 self.errors[name] = torch.zeros_like(tensor)
 
     def place(self, members: Tensors) -> None:
-        """Follow a model that was moved, unless the average has a device of its own, or sharded.
+        """Follow a model that was moved or sharded; averages with a device of their own stay there.
 
         Args:
             members: Tensors of the model by name.
