@@ -31,7 +31,7 @@ ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
 
 
 class _Base(_TorchAveragedModel, Module):
-    """What ``super(AveragedModel, self)`` is: a module without initialization of its own.
+    """Stands behind ``AveragedModel`` in ``super()``: a module without initialization of its own.
 
     Torch's class is a base only for ``isinstance``. Subclasses that set its attributes by
     themselves pass its initialization by, as they would ``torch.nn.Module``'s in torch.
