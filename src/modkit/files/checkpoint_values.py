@@ -162,10 +162,13 @@ class _Pickler(pickle.Pickler):
 
 
 def _check_readable(content: object) -> None:
-    """Raise PicklingError for large integers, and for tuples and tensors that contain themselves.
+    """Refuse what pickle writes with instructions that torch's readers do not have.
 
-    pickle writes them with instructions that torch's readers do not have. Objects are visited in
-    the order in which pickle writes them: a list that it has begun may be part of a tuple in it.
+    Objects are visited in the order in which pickle writes them: a list that it has begun may be
+    part of a tuple in it.
+
+    Raises:
+        PicklingError: If there is a large integer, or a tuple or tensor that contains itself.
     """
     written: set[int] = set()
     # Objects that are complete only after their content: a reference to them cannot be written.

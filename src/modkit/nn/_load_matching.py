@@ -231,9 +231,11 @@ def _old_names(
 def _load_by_override(
     model: torch.nn.Module, entries: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
 ) -> tuple[Iterable[str], Iterable[str]]:
-    """Call the model's own ``load_state_dict``; return the missing and the unexpected keys.
+    """Call the model's own ``load_state_dict``.
 
-    Some overrides do not return the keys; then the names are compared.
+    Returns:
+        The missing and the unexpected keys. Some overrides do not return them; then the names are
+        compared.
 
     Raises:
         TypeError: If it has no argument ``strict``.
