@@ -52,3 +52,8 @@ def _averages_mixed_dtypes() -> bool:
 
 # Since torch 2.10: an average may have another dtype than the model.
 MIXED_DTYPES: Final = _averages_mixed_dtypes()
+
+# In torch 2.9, and not in 2.11: loading only weights fills subclasses of dicts that the user allows.
+READERS_FILL_DICTS: Final = not hasattr(
+    torch._weights_only_unpickler.Unpickler, "_check_set_item_target"
+)
