@@ -15,6 +15,7 @@ from torch import nn
 import modkit.nn
 from tests.cases import for_each
 from tests.helpers import Implementation
+from tests.processes import python
 
 
 VIEWS = ("nn", "nn.modules", "nn.modules.module")
@@ -25,14 +26,9 @@ def submodules() -> list[str]:
     return sorted(found.name for found in pkgutil.walk_packages(nn.__path__, "torch.nn."))
 
 
-def _in_fresh_process(code):
-    """Run code in another interpreter, where every warning is an error, and return its output."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def _in_another_process(code):
+    """Run code in a process that has imported torch, but not modkit, and return its output."""
+    done = python(textwrap.dedent(code))
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -166,7 +162,7 @@ def test_a_missing_name_is_an_attribute_error() -> None:
 
 def test_the_import_statement_leaves_torch_as_it_was() -> None:
     """Importing modkit adds no attribute to ``torch.nn`` and none to its modules."""
-    seen = _in_fresh_process(
+    seen = _in_another_process(
         """
         import torch
         torch.nn.Module.__annotations__  # Python 3.14 keeps what it evaluates, in the class
@@ -183,7 +179,7 @@ def test_the_import_statement_leaves_torch_as_it_was() -> None:
 @pytest.mark.parametrize("library", ["torch", "modkit"])
 def test_star_import_gives_torch_names(library):
     """``from ... import *`` binds the public names of ``torch.nn``, modules among them."""
-    bound = _in_fresh_process(
+    bound = _in_another_process(
         f"""
         import torch.nn
         expected = [name for name in dir(torch.nn) if not name.startswith("_")]
@@ -281,14 +277,15 @@ def test_tables_of_global_hooks_are_torch_objects():
 
 def test_import_is_quiet_and_light():
     """``import modkit.nn`` warns of nothing and imports no part of torch that torch has not."""
-    imported = _in_fresh_process(
-        """
+    code = """
         import sys
         import torch
         before = set(sys.modules)
         import modkit.nn
         print(*(name for name in set(sys.modules) - before if not name.startswith("modkit")))
         """
-    )
+    # In an interpreter of its own: no module has been imported, and every warning is an error.
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
 
-    assert imported == []
+    assert (done.stdout.split(), done.stderr) == ([], "")

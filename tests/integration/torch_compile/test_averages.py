@@ -86,8 +86,15 @@ def test_updates_add_one_graph_break_and_no_frames(kind: Any) -> None:
     assert max(counts["update"][1], counts["attach"][1]) <= breaks + 1
 
 
-@for_each("how", ["update", "attach"])
-@for_each("options", [{}, {"update_every": 2}, {"precision": "compensated"}])
+@for_each(
+    "how, options",
+    [
+        ("update", {}),
+        ("update", {"update_every": 2}),
+        ("attach", {"update_every": 2}),
+        ("attach", {"precision": "compensated"}),
+    ],
+)
 def test_an_update_in_a_compiled_training_step_has_the_values_of_eager_code(
     how: str, options: dict[str, Any]
 ) -> None:

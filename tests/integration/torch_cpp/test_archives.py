@@ -25,6 +25,8 @@ COMPILER = next(
     None,
 )
 pytestmark = [
+    # The compiler takes more than ten seconds for torch's headers.
+    pytest.mark.slow,
     scripted_tests,
     pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler"),
     pytest.mark.skipif(sys.platform == "win32", reason="the options are those of GCC and Clang"),

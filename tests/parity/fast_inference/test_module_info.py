@@ -77,11 +77,12 @@ def calls(model, sample, mode, scope):
 
 
 @every_info
-def test_each_case(info):
+@pytest.mark.parametrize("most", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_each_case(info, most):
     """A layer gives the same results, gradients, buffers, random numbers and errors inside."""
     differing = []
     plans = (
-        (torch.float32, 3, ("inference_mode", "grad")),
+        (torch.float32, most, ("inference_mode", "grad")),
         (torch.float64, 1, ("no_grad",)),
     )
     for dtype, most, modes in plans:

@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,8 +52,8 @@ def test_the_help_of_a_command(name: str) -> None:
 
 def test_the_version() -> None:
     """``--version`` names the version of the code that runs."""
-    line = [sys.executable, "-m", "modkit", "--version"]
-    done = subprocess.run(line, capture_output=True, encoding="utf-8", check=True)
+    as_main = "import runpy; runpy.run_module('modkit', run_name='__main__', alter_sys=True)"
+    done = python(as_main, "--version")
 
     assert done.stdout == f"python -m modkit, version {modkit.__version__}\n"
 

@@ -83,7 +83,8 @@ class Terminal:
         os.close(self._ours)
 
 
-@pytest.mark.parametrize("shell", ["bash", pytest.param("zsh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
 def test_the_tab_key(environment: dict[str, str], shell: str) -> None:
     """In an interactive shell, tab completes commands and options."""
     if shutil.which(shell) is None:

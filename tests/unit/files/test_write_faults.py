@@ -14,7 +14,7 @@ WRITERS = [writer.name for writer in OWN]
 @pytest.fixture(scope="module")
 def found():
     """Return what came of a few trials of each fault with each writer, run in one process."""
-    return run(WRITERS, random=3, saves=10, elements=300_000)
+    return run(WRITERS, random=1, saves=4, elements=300_000)
 
 
 @pytest.mark.parametrize("writer", WRITERS)

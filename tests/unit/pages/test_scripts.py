@@ -5,6 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from unittest import SkipTest
 
+import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
@@ -48,6 +49,7 @@ def assert_quiet(script, *arguments):
     assert (found.returncode, printed) == (0, "")
 
 
+@pytest.mark.slow
 @for_each("name, blocks", pages, ids=lambda page: page[0])
 def test_a_page_runs_as_a_script(tmp_path, monkeypatch, name, blocks):
     """All blocks of a page are a script."""
