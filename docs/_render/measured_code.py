@@ -4,6 +4,7 @@ A result stores a digest of the code of each part of modkit that it describes. C
 blank lines do not count, so a better sentence does not make a table old.
 """
 
+import functools
 import hashlib
 import importlib.util
 from collections.abc import Iterable
@@ -32,18 +33,24 @@ def digests(parts: Iterable[str]) -> dict[str, str]:
 
 
 def _digest(part: str) -> str:
+    found = hashlib.sha256()
+    files = SOURCE.glob("*.py") if part == FOUNDATION else (SOURCE / part).rglob("*.py")
+    for path in sorted(files):
+        lines = _code_of(path.read_text(encoding="utf-8"))
+        found.update(f"{path.name}\n{lines}\n".encode())
+    return found.hexdigest()[:16]
+
+
+@functools.cache
+def _code_of(source: str) -> str:
+    """Return the lines of code of a file. It takes seconds for all files, and notes ask for most twice."""
     spec = importlib.util.spec_from_file_location("count_lines", DOCS / "count_lines.py")
     assert spec is not None
     assert spec.loader is not None
     count_lines = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(count_lines)
-
-    found = hashlib.sha256()
-    files = SOURCE.glob("*.py") if part == FOUNDATION else (SOURCE / part).rglob("*.py")
-    for path in sorted(files):
-        lines = count_lines.code_of(path.read_text(encoding="utf-8"))
-        found.update(f"{path.name}\n{lines}\n".encode())
-    return found.hexdigest()[:16]
+    lines: str = count_lines.code_of(source)
+    return lines
 
 
 def recorded(name: str) -> dict[str, str]:

@@ -105,13 +105,16 @@ class RaiseAtLine:
 
     def __call__(self, frame, event, argument):
         """Trace the functions of a swap, but for what runs when an object is deallocated."""
-        if frame.f_code.co_filename not in self.FILES or in_deallocation(frame):
-            return None
+        ignored = frame.f_code.co_filename not in self.FILES or in_deallocation(frame)
+        return None if ignored else self.within
+
+    def within(self, frame, event, argument):
+        """Trace the lines of a function."""
         if event == "line":
             self.lines += 1
             if self.lines - 1 == self.number:
                 raise self.kind("planted")
-        return self
+        return self.within
 
     def run(self, work) -> None:
         """Call a function with this trace; what it raises is dropped with its frames."""

@@ -389,6 +389,7 @@ def test_a_suite_without_torch_is_an_error(project):
     assert "uses torch.nn, torch.jit or torch.optim.swa_utils; --swap names" in result.stderr
 
 
+@pytest.mark.usefixtures("_forked")
 def test_a_suite_that_does_not_run_is_an_error(project):
     """Tests that cannot be collected on torch would be equal on both sides."""
     (project / "tests/test_network.py").write_text("import nowhere_at_all\n")
