@@ -109,6 +109,41 @@ def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):
         assert torch.equal(reloaded(MODKIT, module)(inputs()), module(inputs()))
 
 
+@for_each("compiler", [TORCH, MODKIT], ids=str)
+@for_each("kind", ["scripted", "class-based"])
+def test_children_that_torch_has_wrapped_are_copied(compiler, kind):
+    """A deep copy has what a child of torch computes, with weights of its own, tied as there."""
+
+    class Scale(torch.jit.ScriptModule):
+        def __init__(self):
+            super().__init__()
+            self.lin = torch.nn.Linear(3, 3)
+            self.gain = torch.nn.Parameter(torch.ones(3))
+
+        @torch.jit.script_method
+        def forward(self, x):
+            return self.lin(x) * self.gain
+
+    child = Scale() if kind == "class-based" else torch.jit.script(torch.nn.Linear(3, 3))
+    outer = compiler.jit.script(compiler.nn.Sequential(child, compiler.nn.ReLU(), child))
+    # The compiler has wrapped a scripted child once more; one that comes later stays torch's.
+    setattr(outer, "0", child)
+    setattr(outer, "2", child)
+    expected = outer(inputs())
+    copied = copy.deepcopy([outer])[0]
+    shared = next(copied.parameters())
+    with torch.no_grad():
+        shared.zero_()
+
+    assert torch.equal(outer(inputs()), expected)
+    assert not torch.equal(copied(inputs()), expected)
+    assert copied.state_dict().keys() == outer.state_dict().keys()
+    if compiler is MODKIT:
+        assert len([*copied.parameters()]) == len([*child.parameters()])
+        assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in copied.parameters())
+        assert torch.equal(copy.deepcopy(copied)(inputs()), copied(inputs()))
+
+
 def test_what_is_compiled_is_returned_as_it_is():
     """Compiling twice is compiling once, in both libraries; ``from_torch`` makes a wrapper."""
     module = build(MODKIT, "scripted")
