@@ -1,5 +1,6 @@
 import copy
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -160,6 +161,25 @@ def test_what_is_compiled_is_returned_as_it_is():
         assert MODKIT.jit.trace(module, inputs()) is module
     with pytest.raises(TypeError, match=r"takes a torch.jit.ScriptModule, not a .*Linear"):
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
+
+
+def test_a_class_has_the_signature_of_its_constructor(impl):
+    """``inspect``, and tools that make objects of a class, see what its constructor takes."""
+
+    class Base(impl.jit.ScriptModule):
+        def __init__(self, width: int, *, bias: bool = True) -> None:
+            super().__init__()
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__(1)
+
+    class Same(Base):
+        pass
+
+    texts = [str(inspect.signature(cls)) for cls in (Base, Derived, Same)]
+
+    assert texts == ["(width: int, *, bias: bool = True) -> None", "()", texts[0]]
 
 
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
