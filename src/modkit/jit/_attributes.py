@@ -1,5 +1,6 @@
 """Attributes of a compiled module: C++ holds them, and a few Python objects beside it."""
 
+import operator
 from collections import OrderedDict, UserDict
 from collections.abc import ItemsView, Iterator, MutableMapping, ValuesView
 from typing import Any, Final, NoReturn, cast
@@ -233,6 +234,7 @@ def item(module: Any, index: Any) -> Any:
         return children[index]
     pairs = list(children.items())
     if not isinstance(index, slice):
+        index = operator.index(index)
         if not -len(pairs) <= index < len(pairs):
             raise IndexError(f"index {index} is out of range")
         return pairs[index][1]

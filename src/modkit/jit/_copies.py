@@ -8,8 +8,8 @@ import torch
 from torch.jit import ScriptFunction
 from torch.nn import Parameter
 
-from modkit.jit._attributes import bind, plain_state
-from modkit.jit._from_torch import blank
+from modkit.jit._attributes import Children, bind, plain_state
+from modkit.jit._from_torch import blank, wrap_cpp
 from modkit.jit._upstream import ModuleDict
 
 
@@ -85,11 +85,17 @@ def _mirror(module: Any, cpp: Any, memo: dict[int, Any], pairs: list[tuple[Any, 
     """Return a wrapper of a copied C++ module, of the original's class; note both in ``pairs``."""
     if id(module) in memo:
         return memo[id(module)]
-    new = memo[id(module)] = blank(type(module))
-    pairs.append((module, new))
+
+    # A child that torch has wrapped lacks the views to copy from; torch's copy of it loses its
+    # class, too. The wrapper that stands for it lives as long as the memo, which has its ``id``.
+    source = module if isinstance(module._modules, Children) else wrap_cpp(module._c)
+    memo.setdefault(id(memo), []).append(source)
+
+    new = memo[id(module)] = blank(type(source))
+    pairs.append((source, new))
     below = dict(ModuleDict(cpp).items())
-    children = {k: _mirror(v, below[k], memo, pairs) for k, v in module._modules.items()}
-    bind(new, cpp, children, module._concrete_type)
+    children = {k: _mirror(v, below[k], memo, pairs) for k, v in source._modules.items()}
+    bind(new, cpp, children, source._concrete_type)
     return new
 
 

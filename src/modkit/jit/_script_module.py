@@ -6,6 +6,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -74,6 +75,11 @@ class ScriptMeta(TorchScriptMeta, ModuleType):
         if ENABLED and isinstance(type(module), ScriptMeta) and "_c" not in module.__dict__:
             _compile(module)
         return cast("InstanceT", module)
+
+    @property
+    def __signature__(cls) -> inspect.Signature:  # noqa: N805 - a metaclass
+        """The signature of the constructor: ``inspect`` would take that of ``__call__``."""
+        return inspect.signature(partial(cast("Any", cls).__init__, None))
 
     def __instancecheck__(cls, instance: object) -> bool:  # noqa: N805 - a metaclass
         if cls is ScriptModule:

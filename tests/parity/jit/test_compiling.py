@@ -1,5 +1,6 @@
 import copy
 import importlib.util
+import inspect
 
 import pytest
 import torch
@@ -109,6 +110,41 @@ def test_networks_of_both_mix_in_one_tree(outer, inner, kind, compiler):
         assert torch.equal(reloaded(MODKIT, module)(inputs()), module(inputs()))
 
 
+@for_each("compiler", [TORCH, MODKIT], ids=str)
+@for_each("kind", ["scripted", "class-based"])
+def test_children_that_torch_has_wrapped_are_copied(compiler, kind):
+    """A deep copy has what a child of torch computes, with weights of its own, tied as there."""
+
+    class Scale(torch.jit.ScriptModule):
+        def __init__(self):
+            super().__init__()
+            self.lin = torch.nn.Linear(3, 3)
+            self.gain = torch.nn.Parameter(torch.ones(3))
+
+        @torch.jit.script_method
+        def forward(self, x):
+            return self.lin(x) * self.gain
+
+    child = Scale() if kind == "class-based" else torch.jit.script(torch.nn.Linear(3, 3))
+    outer = compiler.jit.script(compiler.nn.Sequential(child, compiler.nn.ReLU(), child))
+    # The compiler has wrapped a scripted child once more; one that comes later stays torch's.
+    setattr(outer, "0", child)
+    setattr(outer, "2", child)
+    expected = outer(inputs())
+    copied = copy.deepcopy([outer])[0]
+    shared = next(copied.parameters())
+    with torch.no_grad():
+        shared.zero_()
+
+    assert torch.equal(outer(inputs()), expected)
+    assert not torch.equal(copied(inputs()), expected)
+    assert copied.state_dict().keys() == outer.state_dict().keys()
+    if compiler is MODKIT:
+        assert len([*copied.parameters()]) == len([*child.parameters()])
+        assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in copied.parameters())
+        assert torch.equal(copy.deepcopy(copied)(inputs()), copied(inputs()))
+
+
 def test_what_is_compiled_is_returned_as_it_is():
     """Compiling twice is compiling once, in both libraries; ``from_torch`` makes a wrapper."""
     module = build(MODKIT, "scripted")
@@ -125,6 +161,25 @@ def test_what_is_compiled_is_returned_as_it_is():
         assert MODKIT.jit.trace(module, inputs()) is module
     with pytest.raises(TypeError, match=r"takes a torch.jit.ScriptModule, not a .*Linear"):
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
+
+
+def test_a_class_has_the_signature_of_its_constructor(impl):
+    """``inspect``, and tools that make objects of a class, see what its constructor takes."""
+
+    class Base(impl.jit.ScriptModule):
+        def __init__(self, width: int, *, bias: bool = True) -> None:
+            super().__init__()
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__(1)
+
+    class Same(Base):
+        pass
+
+    texts = [str(inspect.signature(cls)) for cls in (Base, Derived, Same)]
+
+    assert texts == ["(width: int, *, bias: bool = True) -> None", "()", texts[0]]
 
 
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):

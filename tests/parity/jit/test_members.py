@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, outcome
+from tests.helpers import MODKIT, TORCH, outcome, same
 from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
 
 
@@ -304,6 +304,17 @@ def test_containers_with_special_methods_of_their_own(base):
 
     found = ["a" if base == "ModuleDict" else "b"]
     assert described(MODKIT) == described(TORCH) == (7, True, 1, found, 0.0)
+
+
+@for_each("index", [True, torch.tensor(-1), 2, -3, "0", 1.0, None])
+def test_indexes_of_a_container(index):
+    """An index is anything that counts as an integer; others are refused in torch's words."""
+
+    def item(impl):
+        module = impl.jit.script(impl.nn.Sequential(impl.nn.ReLU(), impl.nn.Tanh()))
+        return module[index](torch.tensor([-1.0]))
+
+    same(item)
 
 
 def test_special_methods_of_a_module_are_the_compiled_ones():
