@@ -16,7 +16,13 @@ from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.rules import Rule
-from modkit.averaging.sharding import MSG_FLATTENED, is_flattened, local_shard, reshard
+from modkit.averaging.sharding import (
+    MSG_FLATTENED,
+    is_flattened,
+    local_shard,
+    reshard,
+    shards_of,
+)
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
 from modkit.errors import NameMismatchError
@@ -42,7 +48,10 @@ class Pairing:
         self.pairs: Pairs = pairs_for(named, values)
         self.registered: Registered = Registered(named, self.pairs)
         tensors = [tensor for _, tensor, _ in self.pairs]
-        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
+        # A value that was sharded or gathered for this model does not follow its average.
+        is_stale = any(value is not values[name] for name, _, value in self.pairs)
+        unknown = is_stale or named.has_lazy()
+        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=unknown)
 
 
 class Engine:
@@ -298,7 +307,10 @@ class Engine:
         self._copies = {}
         for name, buffer in loaded.buffers.items():
             if name in copied_names:
-                self._copies[name] = buffer.to(device, copy=True)
+                member = named.member(name)
+                # A lazy model may not have it yet.
+                like = buffer if member is None else member.tensor
+                self._copies[name] = shards_of(buffer, like).to(device, copy=True)
         self._plans = Cache()
         self.averages = averages
         self.begun = True
