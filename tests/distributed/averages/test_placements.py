@@ -184,7 +184,36 @@ def test_averaged_models_combine_placements_as_torch_does(found: Found) -> None:
             assert differing(ours, theirs) == []
 
 
+def copy_and_call() -> dict[str, Any]:
+    """Call a model between copy_to() and restore(), after which full parameters are registered."""
+    net = fsdp().eval()
+    ema = averaged(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema.attach(optimizer)
+    raw = state_of(net)
+    ema.store()
+    ema.copy_to()
+    refusals = []
+    for refused in (ema.update, optimizer.step, ema.store, ema.rebind):
+        with torch.no_grad():
+            net(torch.ones(2, 4))
+        with pytest.raises(RuntimeError) as caught:
+            refused()
+        refusals.append(str(caught.value))
+    ema.restore()
+    return {"refusals": refusals, "raw": differing(state_of(net), raw), "models": ema.n_averaged}
+
+
+def test_a_copied_average_is_not_averaged_after_a_forward(found: Found) -> None:
+    """Updates, steps and store() are refused, though a forward has replaced the shards."""
+    for seen in found("copied"):
+        assert all("between copy_to() and restore()" in text for text in seen["refusals"])
+        assert seen["raw"] == []
+        assert seen["models"] == 2
+
+
 CHECKS: dict[str, Callable[[Path], Any]] = {
+    "copied": lambda _: copy_and_call(),
     "relay": lambda _: relay_all(),
     "late": lambda _: shard_beside_copies(),
     "copies": lambda _: {
