@@ -212,7 +212,34 @@ def test_a_copied_average_is_not_averaged_after_a_forward(found: Found) -> None:
         assert seen["models"] == 2
 
 
+def save_snapshots(folder: Path) -> dict[str, Any]:
+    """Keep power averages of a sharded model and of a full one, and combine their snapshots."""
+    found: dict[str, Any] = {}
+    for key, net in (("sharded", by_rows()), ("full", full())):
+        averages = modkit.PostHocEMA(net, folder / key, snapshot_every=2)
+        for _ in range(5):
+            averages.update()
+            move(net)
+        with torch.inference_mode():
+            averages.update()
+        found[key] = averages.reconstruct(0.08)
+    sharded = by_columns()
+    found["sharded"].copy_to(sharded)
+    expected = {**found["full"].averages, **found["full"].buffers}
+    return {
+        "averages": differing({**found["sharded"].averages, **found["sharded"].buffers}, expected),
+        "model": differing(state_of(sharded), expected),
+    }
+
+
+def test_snapshots_have_full_tensors(found: Found) -> None:
+    """All ranks write the same file, which any model takes; one rank's shards would be lost."""
+    for seen in found("snapshots"):
+        assert seen == {"averages": [], "model": []}
+
+
 CHECKS: dict[str, Callable[[Path], Any]] = {
+    "snapshots": save_snapshots,
     "copied": lambda _: copy_and_call(),
     "relay": lambda _: relay_all(),
     "late": lambda _: shard_beside_copies(),
