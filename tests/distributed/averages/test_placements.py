@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import modkit
 from modkit.averaging.sharding import whole
+from modkit.distributed import export_average, load_averages
 from modkit.optim import swa_utils
 from tests.distributed.averages.networks import averages_of, differing, state_of
 from tests.distributed.launcher import run
@@ -238,7 +241,34 @@ def test_snapshots_have_full_tensors(found: Found) -> None:
         assert seen == {"averages": [], "model": []}
 
 
+def evaluate_in_inference_mode(folder: Path) -> dict[str, list[str]]:
+    """Write and read averages where an evaluation may: inside inference mode."""
+    ema = averaged(fsdp())
+    dcp.save({"ema": ema}, checkpoint_id=folder / "inference")
+    resumed: modkit.EMA[Any] = modkit.EMA(fsdp(), decay=0.5)
+    with torch.inference_mode():
+        for name in ("inference.pt", "inference.safetensors"):
+            export_average(ema, folder / name)
+        load_averages(resumed, folder / "inference")
+    resumed.update()
+    expected = averages_of(ema)
+    ema.load_state_dict(whole(ema.state_dict()))
+    ema.update(resumed.model)
+    return {
+        "pt": differing(torch.load(folder / "inference.pt"), expected),
+        "safetensors": differing(load_file(folder / "inference.safetensors"), expected),
+        "loaded": differing(averages_of(resumed), averages_of(ema)),
+    }
+
+
+def test_averages_are_written_and_read_inside_inference_mode(found: Found) -> None:
+    """There torch detaches and redistributes no DTensor."""
+    for seen in found("inference mode"):
+        assert seen == {"pt": [], "safetensors": [], "loaded": []}
+
+
 CHECKS: dict[str, Callable[[Path], Any]] = {
+    "inference mode": evaluate_in_inference_mode,
     "snapshots": save_snapshots,
     "copied": lambda _: copy_and_call(),
     "relay": lambda _: relay_all(),
