@@ -213,7 +213,8 @@ def load_averages(
         ValueError: If nothing was saved as ``key``, or it is not a state of averages.
         NameMismatchError: If the tensors do not fit the model. Nothing has been changed.
         CheckpointException: If an entry cannot be read, or is not plain data. It is torch's.
-        RuntimeError: If the model holds an average, as inside ``EMA.applied()``.
+        RuntimeError: If the model holds an average, as inside ``EMA.applied()``, or is on the meta
+            device and the averages have no device of their own.
 
     Example:
         >>> import warnings

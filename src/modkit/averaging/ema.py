@@ -925,8 +925,9 @@ class EMA(Generic[ModelT]):
                 empty or of an ``EMA``, which holds its own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`; or if torch has no kernels for the layout of a
-                parameter (see :meth:`update`).
+                :meth:`copy_to` and :meth:`restore`; if torch has no kernels for the layout of a
+                parameter (see :meth:`update`); or if a parameter is on the meta device, unless the
+                averages have a device of their own.
 
         Warns:
             UserWarning: If the state is empty, changes an option, has no counter that matters, or

@@ -289,10 +289,13 @@ class Engine:
         Raises:
             NameMismatchError: If names or shapes of the state are not those of the model.
             ValueError: If an average is complex and its parameter real, or the other way round.
-            RuntimeError: If torch has no kernels for the layout of a parameter.
+            RuntimeError: If torch has no kernels for the layout of a parameter, or it is on the
+                meta device and the averages have no device of their own.
         """
         averaged, copied_names, saved_averages = ema_state.matched(loaded, named, self.options)
         _check_layouts(averaged)
+        if self.options.device is None:
+            _check_not_meta(averaged)
         averages = [Average(self.options) for _ in self.averages]
 
         self._see({} if named.has_lazy() else averaged)
@@ -488,9 +491,14 @@ def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
 def _check_materialized(named: NamedTensors) -> None:
     if named.has_lazy():
         raise RuntimeError("EMA: a parameter is uninitialized; call the model once before update()")
-    for name, member in named.parameters.items():
-        if member.tensor.is_meta:
+    _check_not_meta({name: member.tensor for name, member in named.parameters.items()})
+
+
+def _check_not_meta(tensors: Tensors) -> None:
+    """Raise RuntimeError, by name, for a tensor on the meta device, where its average would be."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
             raise RuntimeError(
                 f"EMA: {name} is on the meta device and has no values; call model.to_empty() and "
-                "initialize or load the model before update(). Nothing has been changed."
+                "initialize or load the model first. Nothing has been changed."
             )
