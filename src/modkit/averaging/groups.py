@@ -128,8 +128,8 @@ def grouped(
         key: tuple[Any, ...] = (
             *(average.device, average.dtype, current.device, current.dtype, has_error),
             # Subclasses may have arithmetic of their own, or no kernels for lists.
-            *(_kind(average), _kind(current), is_sharded_alike(average, current)),
-            name if alone else None,
+            *(_kind(average), _kind(current), name if alone else None),
+            is_sharded_alike(average, current),
         )
         if key not in groups:
             groups[key] = Group.like(owners, average)
