@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_module
@@ -159,12 +159,17 @@ def test_buffers_and_the_second_model_follow_a_model_that_is_sharded_late(found:
         assert not any(seen.values())
 
 
+def halfway(average: Tensor, current: Tensor, _: object) -> Tensor:
+    """Return the mean of an average and a parameter."""
+    return (average + current) / 2
+
+
 def update_copies(impl: Any, function: str) -> dict[str, Any]:
     """Update averaged models with models of other placements; return the sums or the error."""
     results: dict[str, Any] = {}
     functions: dict[str, dict[str, Any]] = {
         "swa": {},
-        "own": {"avg_fn": lambda average, current, _: (average + current) / 2},
+        "own": {"avg_fn": halfway},
     }
     for first, second in ((by_rows, by_columns), (replicated, by_rows), (by_rows, full)):
         average = impl.AveragedModel(first(), **functions[function])
