@@ -166,7 +166,7 @@ class _Contents:
     def gathered(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the tensors into host memory one by one; all ranks must consume all of them."""
         for name in self._described:
-            yield name, whole_tensor(self._values[name].detach()).cpu()
+            yield name, whole_tensor(self._values[name]).detach().cpu()
 
     def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
         """Write the file, consuming the gathered tensors, on the rank that raises its errors."""
@@ -213,7 +213,8 @@ def load_averages(
         ValueError: If nothing was saved as ``key``, or it is not a state of averages.
         NameMismatchError: If the tensors do not fit the model. Nothing has been changed.
         CheckpointException: If an entry cannot be read, or is not plain data. It is torch's.
-        RuntimeError: If the model holds an average, as inside ``EMA.applied()``.
+        RuntimeError: If the model holds an average, as inside ``EMA.applied()``, or is on the meta
+            device and the averages have no device of their own.
 
     Example:
         >>> import warnings
@@ -245,7 +246,7 @@ def load_averages(
         keys = sorted({str(path[0]) for path in saved.values()})
         raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {keys}"))
 
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         room = _room_for(ema, {name: metadata.state_dict_metadata[name] for name in paths}, paths)
         with warnings.catch_warnings():
             # torch takes a single process for a mistake.

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.sharding import is_sharded
+from modkit.averaging.sharding import is_sharded, shards_of
 from modkit.averaging.swap import is_wrapper, write
 
 
@@ -58,7 +58,8 @@ class AveragedCopy(Generic[ModelT]):
         for name, member in NamedTensors(self.module).all().items():
             tensor = member.tensor
             source = model.tensor(name)
-            value = values.get(name, source)
+            # The model may have been sharded since the copy was made.
+            value = shards_of(values.get(name, source), tensor)
             place = source.dtype, source.device
 
             # ``value`` is another tensor if it was computed, as the sum with an error term is.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from modkit._upstream import PLAIN, ListCopier, copier
 from modkit.averaging.named_tensors import Member
+from modkit.averaging.sharding import is_sharded_alike
 from modkit.averaging.watch import Watch
 
 
@@ -97,7 +98,10 @@ class Copies:
             dtype = target.dtype
 
         fitting = source.shape, device, dtype
-        if target is None or (target.shape, target.device, target.dtype) != fitting:
+        fits = target is not None and (target.shape, target.device, target.dtype) == fitting
+        # The model may have been sharded since. torch refuses to combine the two in a copy that
+        # does not follow.
+        if not fits or (self._follow and not is_sharded_alike(target, source)):
             registry[key] = target = source.detach().to(device, dtype, copy=True)
         return target
 

@@ -29,7 +29,7 @@ from modkit.averaging.options import (
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
-from modkit.averaging.sharding import resharded
+from modkit.averaging.sharding import reshard, resharded
 from modkit.averaging.swap import (
     active_swaps,
     any_swapped,
@@ -220,6 +220,8 @@ class EMA(Generic[ModelT]):
         """Return True if the model has parameters that ``copy_to`` has written an average to."""
         if not self._overwritten:
             return False
+        # A forward of FSDP may have left full parameters in place of those that were written to.
+        reshard(model.modules())
         overwritten = {id(tensor) for _, tensor, _ in self._overwritten}
         return any(id(parameter) in overwritten for parameter in model.parameters())
 
@@ -923,8 +925,9 @@ class EMA(Generic[ModelT]):
                 empty or of an ``EMA``, which holds its own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`; or if torch has no kernels for the layout of a
-                parameter (see :meth:`update`).
+                :meth:`copy_to` and :meth:`restore`; if torch has no kernels for the layout of a
+                parameter (see :meth:`update`); or if a parameter is on the meta device, unless the
+                averages have a device of their own.
 
         Warns:
             UserWarning: If the state is empty, changes an option, has no counter that matters, or

@@ -16,7 +16,13 @@ from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.rules import Rule
-from modkit.averaging.sharding import MSG_FLATTENED, is_flattened, local_shard, reshard
+from modkit.averaging.sharding import (
+    MSG_FLATTENED,
+    is_flattened,
+    local_shard,
+    reshard,
+    shards_of,
+)
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
 from modkit.errors import NameMismatchError
@@ -42,7 +48,10 @@ class Pairing:
         self.pairs: Pairs = pairs_for(named, values)
         self.registered: Registered = Registered(named, self.pairs)
         tensors = [tensor for _, tensor, _ in self.pairs]
-        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=named.has_lazy())
+        # A value that was sharded or gathered for this model does not follow its average.
+        is_stale = any(value is not values[name] for name, _, value in self.pairs)
+        unknown = is_stale or named.has_lazy()
+        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=unknown)
 
 
 class Engine:
@@ -280,10 +289,13 @@ class Engine:
         Raises:
             NameMismatchError: If names or shapes of the state are not those of the model.
             ValueError: If an average is complex and its parameter real, or the other way round.
-            RuntimeError: If torch has no kernels for the layout of a parameter.
+            RuntimeError: If torch has no kernels for the layout of a parameter, or it is on the
+                meta device and the averages have no device of their own.
         """
         averaged, copied_names, saved_averages = ema_state.matched(loaded, named, self.options)
         _check_layouts(averaged)
+        if self.options.device is None:
+            _check_not_meta(averaged)
         averages = [Average(self.options) for _ in self.averages]
 
         self._see({} if named.has_lazy() else averaged)
@@ -298,7 +310,10 @@ class Engine:
         self._copies = {}
         for name, buffer in loaded.buffers.items():
             if name in copied_names:
-                self._copies[name] = buffer.to(device, copy=True)
+                member = named.member(name)
+                # A lazy model may not have it yet.
+                like = buffer if member is None else member.tensor
+                self._copies[name] = shards_of(buffer, like).to(device, copy=True)
         self._plans = Cache()
         self.averages = averages
         self.begun = True
@@ -476,9 +491,14 @@ def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
 def _check_materialized(named: NamedTensors) -> None:
     if named.has_lazy():
         raise RuntimeError("EMA: a parameter is uninitialized; call the model once before update()")
-    for name, member in named.parameters.items():
-        if member.tensor.is_meta:
+    _check_not_meta({name: member.tensor for name, member in named.parameters.items()})
+
+
+def _check_not_meta(tensors: Tensors) -> None:
+    """Raise RuntimeError, by name, for a tensor on the meta device, where its average would be."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
             raise RuntimeError(
                 f"EMA: {name} is on the meta device and has no values; call model.to_empty() and "
-                "initialize or load the model before update(). Nothing has been changed."
+                "initialize or load the model first. Nothing has been changed."
             )

@@ -10,7 +10,7 @@ from torch import Tensor
 from modkit._upstream import PLAIN
 from modkit.averaging import precision
 from modkit.averaging.averages import Average, Tensors, can_share
-from modkit.averaging.sharding import is_sharded, local_shard
+from modkit.averaging.sharding import is_sharded_alike, local_shard
 
 
 # ``torch.cat`` or ``torch.stack``, the tensors that it gathers, and the memory that it gathers them
@@ -59,15 +59,16 @@ class Group:
 
         Args:
             name: The name of both.
-            current: The tensor of the model. If the averages are sharded too, its local shard is
-                added; otherwise torch refuses to combine it with them.
+            current: The tensor of the model. If the averages are sharded like it, local shards are
+                added; otherwise torch combines it with them, or refuses to.
         """
-        is_local = all(is_sharded(owner.tensors[name]) for owner in self.owners)
-        self.currents.append(local_shard(current) if is_local else current)
+        is_local = is_sharded_alike(self.owners[0].tensors[name], current)
+        part: Callable[[Tensor], Tensor] = local_shard if is_local else Tensor.detach
+        self.currents.append(part(current))
         for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
-            tensors.append(local_shard(owner.tensors[name]))
+            tensors.append(part(owner.tensors[name]))
             if name in owner.errors:
-                errors.append(local_shard(owner.errors[name]))
+                errors.append(part(owner.errors[name]))
 
     def parts(self) -> Iterator[tuple["Group", "Group"]]:
         """Cut the group into groups of a bounded number of elements.
@@ -128,6 +129,7 @@ def grouped(
             *(average.device, average.dtype, current.device, current.dtype, has_error),
             # Subclasses may have arithmetic of their own, or no kernels for lists.
             *(_kind(average), _kind(current), name if alone else None),
+            is_sharded_alike(average, current),
         )
         if key not in groups:
             groups[key] = Group.like(owners, average)

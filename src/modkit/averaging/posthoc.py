@@ -21,8 +21,10 @@ from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import checked_count
 from modkit.averaging.precision import compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
+from modkit.averaging.sharding import whole_tensor
 from modkit.averaging.state import LoadedState, stored_average
 from modkit.averaging.state_checks import AVERAGE, OWN_POSTHOC, CheckedMapping
+from modkit.averaging.swap import write
 from modkit.errors import FileError
 from modkit.files.checkpoints import read_mapped, save_checkpoint
 from modkit.files.tensor_files import state_dict_at
@@ -73,7 +75,7 @@ def save_snapshot(
     """Write a power average to a file in a directory, atomically.
 
     ``PostHocEMA`` calls it. Use it for averages that something else has computed. A file of the
-    same step and width is replaced.
+    same step and width is replaced. Sharded tensors are gathered, so all ranks must call this.
 
     Args:
         directory: Folder of the snapshots, created if missing.
@@ -103,7 +105,7 @@ def save_snapshot(
 
     content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
     for key, tensors in (("averages", averages), ("buffers", buffers or {})):
-        content[key] = {name: compact(tensor.detach().cpu()) for name, tensor in tensors.items()}
+        content[key] = {n: compact(whole_tensor(t).detach().cpu()) for n, t in tensors.items()}
     save_checkpoint(content, path)
     return Snapshot(step, sigma_rel, path)
 
@@ -288,7 +290,7 @@ class Reconstruction:
         tensors = _persistent(model)
         check_match("the snapshots", shapes_of(values), shapes_of(tensors))
         for name, tensor in tensors.items():
-            tensor.copy_(values[name])
+            write(tensor, values[name])
 
 
 def reconstruct(

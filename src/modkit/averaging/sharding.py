@@ -145,9 +145,11 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    # Offloaded shards go to the device of the mesh, where the collective runs.
     sharded = cast("Any", tensor)
-    return cast("Tensor", sharded.to(sharded.device_mesh.device_type).full_tensor())
+    # In inference mode, a DTensor cannot be redistributed.
+    with torch.inference_mode(False), torch.no_grad():
+        # Offloaded shards go to the device of the mesh, where the collective runs.
+        return cast("Tensor", sharded.to(sharded.device_mesh.device_type).full_tensor())
 
 
 def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
@@ -163,7 +165,7 @@ def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any
         The state in new dicts and lists, with each rank's shards.
     """
     if isinstance(state, Tensor):
-        return shards_of(state, like)
+        return state if like is None else shards_of(state, like)
     if isinstance(state, list):
         return [split_up(value, members) for value in state]
     if isinstance(state, Mapping):
@@ -171,17 +173,33 @@ def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any
     return state
 
 
+def is_sharded_alike(first: Any, second: Any) -> bool:
+    """Return True if two tensors have the same placements on the same ranks, or none."""
+    if not (is_sharded(first) and is_sharded(second)):
+        return is_sharded(first) is is_sharded(second)
+    # A mesh that was read from a file is not equal to the one that it was written from.
+    same_ranks = first.device_mesh is second.device_mesh or torch.equal(
+        first.device_mesh.mesh, second.device_mesh.mesh
+    )
+    return same_ranks and first.placements == second.placements
+
+
 def shards_of(value: Tensor, like: Any) -> Tensor:
-    """Shard a full tensor like another tensor; there is no communication.
+    """Shard a tensor like another tensor.
 
     Args:
-        value: The full tensor, the same one on each rank.
+        value: A full tensor, the same one on each rank, or a sharded one.
         like: The other tensor, of the same shape.
 
     Returns:
-        A ``DTensor``, or ``value`` itself if ``like`` is not sharded or ``value`` is.
+        A tensor with the placements of ``like``: ``value`` itself if it has them. Sharding a full
+        tensor takes no communication; a tensor with other placements is gathered first, which is a
+        collective.
     """
-    if not is_sharded(like) or is_sharded(value):
+    if is_sharded_alike(value, like):
+        return value
+    value = whole_tensor(value)
+    if not is_sharded(like):
         return value
     from torch.distributed.tensor import distribute_tensor
 

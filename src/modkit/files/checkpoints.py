@@ -354,6 +354,8 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
 def _unsafe_reason(error: pickle.UnpicklingError) -> str:
     """Return why torch refuses a pickle, with the name that it refuses."""
     names = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
+    if "must be imported to load DTensors" in str(error):
+        return "it holds sharded tensors; to read them, import torch.distributed.tensor first"
     if not names:
         return "its pickle is invalid, or of a kind that weights_only=True does not read"
     return (

@@ -193,6 +193,12 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     ("to", begun, lambda ema: ema.to("nowhere"), RuntimeError),
     ("to", begun, lambda ema: ema.to("meta"), ValueError),
     ("to", changed, lambda ema: ema.to(dtype=torch.float64), NameMismatchError),
+    (
+        "load_state_dict",
+        on_meta,
+        lambda ema: ema.load_state_dict(nn.Linear(2, 2).state_dict()),
+        RuntimeError,
+    ),
     ("load_state_dict", begun, load(PLAIN, step=True), TypeError),
     ("load_state_dict", begun, load(5), ValueError),
     ("load_state_dict", begun, load({}, step=1), ValueError),

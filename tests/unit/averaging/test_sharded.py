@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
+from modkit.errors import FileError
 from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation, freeze, same
 from tests.unit.averaging.recipes import averaged, network, train
@@ -240,3 +241,18 @@ def test_another_thread_imports_the_module(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("partial"))
 
     assert not is_sharded(torch.ones(1))
+
+
+def test_a_file_with_shards_names_the_import_that_it_needs(mesh, tmp_path) -> None:
+    """Only then does torch allow the classes of sharded tensors in a file."""
+    net = network()
+    fully_shard(net, mesh=mesh)
+    modkit.save_checkpoint(trained(net).state_dict(), tmp_path / "last.pt")
+    assert modkit.load_checkpoint(tmp_path / "last.pt")["n_averaged"] == 3
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        with pytest.raises(FileError, match="to read them, import torch"):
+            modkit.load_checkpoint(tmp_path / "last.pt")
+    finally:
+        torch.serialization.add_safe_globals(allowed)
