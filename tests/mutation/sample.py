@@ -75,7 +75,7 @@ LEFT_OUT_BUT_IN_JIT = "not compile"
 SLOW, LIMIT = 15.0, 60.0
 
 
-class _Visitor(MutationVisitor):  # type: ignore[misc]
+class _Visitor(MutationVisitor):  # type: ignore[misc, unused-ignore]
     """Finds mutations in decorated functions too, since the code itself is replaced."""
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
