@@ -804,3 +804,53 @@ def test_a_buffer_that_torch_cannot_average_or_copy_is_refused_by_name(kind, pol
             pass
 
     assert ema.n_averaged == 3
+
+
+@contextlib.contextmanager
+def copied(ema: "modkit.EMA[nn.Module]"):
+    """Copy the average into the model for a block."""
+    ema.store()
+    ema.copy_to()
+    yield
+    ema.restore()
+
+
+SWAPS = {"applied": lambda ema: ema.applied(), "copy_to": copied}
+
+
+@for_each("swap", SWAPS)
+@for_each("gradients", [True, False])
+def test_swaps_inside_autocast(swap: str, gradients: bool) -> None:
+    """Autocast, which keeps its casts of weights, calls the model with those that it has now."""
+    model = nn.Linear(2, 1)
+    inputs = torch.ones(1, 2)
+    set_to(model, -1.0)
+    ema = half(model)
+
+    outputs = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(gradients):
+        outputs.append(model(inputs).item())
+        for _ in range(2):
+            with SWAPS[swap](ema):
+                outputs.append(model(inputs).item())
+            outputs.append(model(inputs).item())
+
+    assert outputs == [-3.0, -1.5, -3.0, -1.5, -3.0]
+
+
+def test_training_weights_inside_autocast() -> None:
+    """The block of the callback with the training weights is one, too."""
+    model = nn.Linear(2, 1)
+    inputs = torch.ones(1, 2)
+    set_to(model, 0.0)
+    callback = modkit.EMACallback(model, decay=0.5)
+    callback.step()
+    set_to(model, -1.0)
+    callback.step()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), callback.evaluating():
+        average = model(inputs).item()
+        with callback.evaluating_training_weights():
+            raw = model(inputs).item()
+
+    assert (average, raw) == (-1.5, -3.0)
