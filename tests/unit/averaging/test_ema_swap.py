@@ -806,6 +806,35 @@ def test_a_buffer_that_torch_cannot_average_or_copy_is_refused_by_name(kind, pol
     assert ema.n_averaged == 3
 
 
+class Quantized(TwoTensor):
+    """A tensor that implements only what its layer needs, as torchao's quantized weights."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.empty_like.default:
+            raise NotImplementedError("Quantized: unimplemented operator")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_parameter_without_operators_is_named() -> None:
+    """A note on its error says which parameter it is, and the options that leave it out."""
+    model = nn.Linear(2, 2)
+    frozen = Quantized(torch.ones(2), torch.ones(2))
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    ema = modkit.EMA(model)
+    with pytest.raises(NotImplementedError, match="unimplemented") as raised:
+        ema.update()
+    others = [modkit.EMA(model, trainable_only=True), modkit.EMA(model, exclude="frozen")]
+    for other in others:
+        other.update()
+
+    (note,) = raised.value.__notes__
+    assert note.startswith("EMA: frozen cannot be averaged. Leave it out with exclude=")
+    assert (ema.step, ema.n_averaged) == (0, 0)
+    assert [other.n_averaged for other in others] == [1, 1]
+
+
 @contextlib.contextmanager
 def copied(ema: "modkit.EMA[nn.Module]"):
     """Copy the average into the model for a block."""
