@@ -68,6 +68,11 @@ MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains
 
 MSG_REBIND: Final = "If the model has changed on purpose, call EMA.rebind() and go on."
 
+MSG_LEAVE_OUT: Final = (
+    "Leave it out with exclude=, or average only what trains with trainable_only=True. Nothing has "
+    "been changed."
+)
+
 MSG_NOTHING_CHOSEN: Final = (
     "no parameter of the model is selected; with trainable_only=True one must require gradients. "
     "Nothing has been changed."

@@ -9,6 +9,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from modkit._messages import MSG_LEAVE_OUT, add_note
 from modkit._upstream import PLAIN, copy_, copy_all_, make_parameter
 from modkit.averaging.options import Options
 from modkit.averaging.precision import Precision, full_value, is_averaged, is_rounded
@@ -235,7 +236,14 @@ class Average:
             dtype = self.options.kept_dtype(member.dtype)
             tensor = in_flats.get(name)
             if tensor is None:
-                tensor = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+                try:
+                    tensor = torch.empty_like(
+                        member, dtype=dtype, device=device, requires_grad=False
+                    )
+                except NotImplementedError as error:
+                    # The class of a quantized weight, for one, does not know which tensor it is.
+                    add_note(error, f"EMA: {name} cannot be averaged. {MSG_LEAVE_OUT}")
+                    raise
             self.tensors[name] = tensor
 
             has_error = precision == "compensated" and is_averaged(member)

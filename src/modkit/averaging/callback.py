@@ -142,6 +142,11 @@ class Evaluation:
                 swap.__enter__()
             self._swap = swap
 
+    @property
+    def is_running(self) -> bool:
+        """True between :meth:`start` and :meth:`end`."""
+        return self._swap is not None
+
     def end(self) -> None:
         """Restore the training weights, also if they were written to, which is a RuntimeError."""
         swap = self._swap

@@ -36,6 +36,7 @@ from modkit.averaging.swap import (
     check_writable,
     copy_of,
     exchanged,
+    forget_casts,
     raw_values,
     versions_of,
     write,
@@ -568,6 +569,7 @@ class EMA(Generic[ModelT]):
             check_writable(pairs)
             for _, tensor, value in pairs:
                 write(tensor, value)
+            forget_casts()
 
             if self._stored:
                 # ``target`` may be a wrapper of the model, or another model.

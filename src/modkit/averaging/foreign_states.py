@@ -67,6 +67,11 @@ _MARKS: Final = {
 }
 
 
+# The child of modkit's ``AveragedModel`` with the error terms of ``precision="compensated"``, under
+# names with ``/`` for a dot.
+_ERROR_TERMS: Final = "compensation."
+
+
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     """Return which library a state is from.
 
@@ -87,7 +92,8 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     if {"initted", "step"} <= keys and any(key.startswith("ema_model.") for key in keys):
         return "ema_pytorch"
 
-    members = keys - {"n_averaged"}
+    # modkit's ``AveragedModel`` may have error terms beside the members of torch's.
+    members = {key for key in keys if key != "n_averaged" and not key.startswith(_ERROR_TERMS)}
     if members and all(key.startswith("module.") for key in members):
         # timm's state is that of its copy of the model, without a counter.
         return "torch" if "n_averaged" in keys else "timm"
@@ -150,7 +156,16 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
         case "torch" | "timm":
             models = checked.integer("n_averaged") if source == "torch" else None
-            return Converted(source, _below("module.", checked), models)
+            averages = _below("module.", checked)
+            for key, error in _below(_ERROR_TERMS, checked).items():
+                name = key.replace("/", ".")
+                average = averages.get(name)
+                if average is None or average.shape != error.shape:
+                    raise invalid_state(f"{_ERROR_TERMS}{key} does not belong to an average")
+                # More bits than both have, so that an average with error terms loses nothing.
+                wide = torch.promote_types(average.dtype, torch.float64)
+                averages[name] = average.to(wide).add(error)
+            return Converted(source, averages, models)
 
         case "weights":
             return Converted(source, _below("", checked))

@@ -190,6 +190,12 @@ def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     pairs = [(named.tensor(name), value) for name, value in values.items()]
     for tensor, value in pairs:
         write(tensor, value)
+    forget_casts()
+
+
+# Autocast keeps its casts of parameters until the outermost block ends. A model that has other
+# weights now would be called with those that it had before.
+forget_casts: Final[Callable[[], None]] = torch.clear_autocast_cache
 
 
 # Loops in C: no signal handler runs between two tensors.
@@ -401,6 +407,7 @@ class Swap:
         # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
         self._exchange(values)
+        forget_casts()
         if registered is not None and not self._by_element:
             registered.compact()
         self._note()
@@ -465,6 +472,7 @@ class Swap:
                 self._undo_each(later)
             else:
                 self._exchange(self.raws)
+            forget_casts()
 
         replaced = None if registered is None else registered.undo()
         active_swaps.remove(self)

@@ -149,6 +149,10 @@ class EMACallback(Callback, NamesTheRightClass):
         self._loaded: Mapping[str, Any] | None = None
         self._handles: list[RemovableHandle] = []
         self._fitting = self._training = False
+        # The path of the latest checkpoint of this fit or evaluation, which a tuner restores, and
+        # whether the average was swapped in when it began to do so.
+        self._saved: Any = None
+        self._interrupted = False
         # Indices of the latest step that was taken and not yet shown to should_update(), and of the
         # latest epoch that was.
         self._latest_step: int | None = None
@@ -200,7 +204,7 @@ class EMACallback(Callback, NamesTheRightClass):
             check_outside(self._evaluation, pl_module, "fit()")
             if trainer.is_global_zero:
                 _remove_stale_of_runs(trainer)
-        self._loaded = None
+        self._loaded = self._saved = None
         self._latest_epoch = -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
 
@@ -404,14 +408,29 @@ class EMACallback(Callback, NamesTheRightClass):
             IndexError: If ``index`` was set to one that no average has.
             NameMismatchError: If names or shapes of the model have changed since the last update.
         """
+        ema = self._ema_of(trainer, pl_module)
+        if ema is not None:
+            self._update()
+            self._evaluation.start(ema, self.index)
+
+    def _ema_of(self, trainer: Any, pl_module: Any) -> EMA[Any] | None:
+        """Return the averages of the weights that a model has, if there are any."""
         if self.ema is None or self.ema.model is not pl_module:
-            return
-        if not self._fitting and trainer.ckpt_path:
+            return None
+        if trainer.state.fn != "fit" and trainer.ckpt_path not in (None, self._saved):
             # These weights were loaded to be evaluated; the averages belong to other weights.
             self.ema = None
-            return
-        self._update()
-        self._evaluation.start(self.ema, self.index)
+        return self.ema
+
+    def _is_restored(self, trainer: Any) -> bool:
+        """Return True if a tuner restores what it has saved, outside of the training."""
+        return not self._fitting and self._saved is not None and trainer.ckpt_path == self._saved
+
+    def _before_restore(self) -> None:
+        """Take the average out of the model, into which a tuner is about to load what it saved."""
+        self._interrupted = self._evaluation.is_running
+        self._evaluation.end()
+        end_swap(self.ema)
 
     def on_validation_end(self, *_: Any) -> None:
         """Restore the training weights; without effect outside an evaluation.
@@ -493,19 +512,20 @@ class EMACallback(Callback, NamesTheRightClass):
             NameMismatchError: If names or shapes of the model have changed since the last update.
             RuntimeError, ValueError: As in :meth:`on_train_batch_end`.
         """
-        if self.ema is None or self.ema.model is not pl_module:
+        ema = self._ema_of(trainer, pl_module)
+        if ema is None:
             return
 
         # Lightning may have made an optimizer take a step of length zero, to have a state to save.
         self._latest_step = None
         # Another callback may save at the end of an epoch before this one is called.
         EMACallback.on_train_epoch_end(self, trainer, pl_module)
-        state = self.ema.state_dict()
+        state = ema.state_dict()
         # The training weights are saved beside it, under the names of Lightning's state dict.
         state.pop("raw", None)
 
         average = self.members_of(trainer, checkpoint)
-        as_raw = training_weights(self.ema, pl_module)
+        as_raw = training_weights(ema, pl_module)
         if has_shards(pl_module):
             # Lightning saves the callback's entry from rank 0.
             with torch.inference_mode(False), torch.no_grad(), as_raw:
@@ -566,23 +586,26 @@ class EMACallback(Callback, NamesTheRightClass):
         Raises:
             RuntimeError: If the training weights do not fit the model, in Lightning's words.
         """
-        if trainer.state.fn != "fit":
+        # A tuner removes all callbacks while it runs, so the averages are as they were.
+        by_tuner = self._is_restored(trainer)
+        if trainer.state.fn != "fit" and not by_tuner:
             return
 
         # Lightning would deepcopy the entry for load_state_dict().
         saved = checkpoint["callbacks"].pop(self.state_key, None)
-        self.ema = None
-        if saved is not None:
-            raw = saved["raw"]
-            self._loaded = saved["ema"]
-            self._latest_epoch = saved.get("latest_epoch", -1)
-        elif {"current_model_state", "averaging_state"} <= checkpoint.keys():  # WeightAveraging's
-            raw = checkpoint["current_model_state"]
-            keys = ("averaging_state", "state_dict", "global_step")
-            self._loaded = {key: checkpoint[key] for key in keys if key in checkpoint}
-        else:
-            _pl.utilities.rank_zero_warn(NO_AVERAGES)
-            raw = {}
+        raw = {} if saved is None else saved["raw"]
+        if not by_tuner:
+            self.ema = None
+            if saved is not None:
+                self._loaded = saved["ema"]
+                self._latest_epoch = saved.get("latest_epoch", -1)
+            elif {"current_model_state", "averaging_state"} <= checkpoint.keys():
+                # It is a checkpoint of WeightAveraging.
+                raw = checkpoint["current_model_state"]
+                keys = ("averaging_state", "state_dict", "global_step")
+                self._loaded = {key: checkpoint[key] for key in keys if key in checkpoint}
+            else:
+                _pl.utilities.rank_zero_warn(NO_AVERAGES)
 
         if has_shards(pl_module):
             pl_module.load_state_dict(split_up(raw, _parameters_of(pl_module)), strict=False)
@@ -590,8 +613,13 @@ class EMACallback(Callback, NamesTheRightClass):
             loaded = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **raw}}
             trainer.strategy.load_model_state_dict(loaded, strict=pl_module.strict_loading)
         if self._fitting:
-            # Strategies for sharded models load a checkpoint after on_fit_start().
+            # Strategies for sharded models load a checkpoint after on_fit_start(), and a tuner that
+            # runs at the start of an epoch after on_train_start().
+            is_training = self._training
             self.on_fit_start(trainer, pl_module)
+            self._training = is_training
+        if by_tuner and self._interrupted and self.ema is not None:
+            self._evaluation.start(self.ema, self.index)
 
 
 def _remove_stale_of_runs(trainer: Any) -> None:
@@ -633,6 +661,7 @@ class _CheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         ema = self.callback.ema
+        self.callback._saved = path
         # Trainer.dump_checkpoint() always writes its version, and leaves callbacks out for weights.
         weights_only = "pytorch-lightning_version" in checkpoint and "callbacks" not in checkpoint
         if weights_only and ema is not None and not has_shards(ema.model):
@@ -650,6 +679,8 @@ class _CheckpointIO(CheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
         # A folder, or a URL, is left to the wrapped plugin.
+        if self.callback._is_restored(self.trainer):
+            self.callback._before_restore()
         if Path(path).is_file():
             verify_checksums(path)
         return self.inner.load_checkpoint(path, *args, **kwargs)

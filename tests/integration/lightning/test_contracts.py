@@ -17,9 +17,10 @@ pytestmark = QUIET
 
 # The end of an epoch, before Lightning counts it as completed.
 EPOCH_END = SimpleNamespace(
+    state=SimpleNamespace(fn="fit"),
     fit_loop=SimpleNamespace(
         epoch_progress=SimpleNamespace(current=SimpleNamespace(completed=5, processed=6))
-    )
+    ),
 )
 
 

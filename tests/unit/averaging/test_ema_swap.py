@@ -804,3 +804,82 @@ def test_a_buffer_that_torch_cannot_average_or_copy_is_refused_by_name(kind, pol
             pass
 
     assert ema.n_averaged == 3
+
+
+class Quantized(TwoTensor):
+    """A tensor that implements only what its layer needs, as torchao's quantized weights."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.empty_like.default:
+            raise NotImplementedError("Quantized: unimplemented operator")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_a_parameter_without_operators_is_named() -> None:
+    """A note on its error says which parameter it is, and the options that leave it out."""
+    model = nn.Linear(2, 2)
+    frozen = Quantized(torch.ones(2), torch.ones(2))
+    model.register_parameter("frozen", nn.Parameter(frozen, requires_grad=False))
+    ema = modkit.EMA(model)
+    with pytest.raises(NotImplementedError, match="unimplemented") as raised:
+        ema.update()
+    others = [modkit.EMA(model, trainable_only=True), modkit.EMA(model, exclude="frozen")]
+    for other in others:
+        other.update()
+
+    (note,) = raised.value.__notes__
+    assert note.startswith("EMA: frozen cannot be averaged. Leave it out with exclude=")
+    assert (ema.step, ema.n_averaged) == (0, 0)
+    assert [other.n_averaged for other in others] == [1, 1]
+
+
+@contextlib.contextmanager
+def copied(ema: "modkit.EMA[nn.Module]"):
+    """Copy the average into the model for a block."""
+    ema.store()
+    ema.copy_to()
+    yield
+    ema.restore()
+
+
+SWAPS = {"applied": lambda ema: ema.applied(), "copy_to": copied}
+
+
+@for_each("swap", SWAPS)
+@for_each("gradients", [True, False])
+def test_swaps_inside_autocast(swap: str, gradients: bool) -> None:
+    """Autocast, which keeps its casts of weights, calls the model with those that it has now."""
+    model = nn.Linear(2, 1)
+    inputs = torch.ones(1, 2)
+    set_to(model, -1.0)
+    ema = half(model)
+
+    outputs = []
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(gradients):
+        outputs.append(model(inputs).item())
+        for _ in range(2):
+            with SWAPS[swap](ema):
+                outputs.append(model(inputs).item())
+            outputs.append(model(inputs).item())
+
+    assert outputs == [-3.0, -1.5, -3.0, -1.5, -3.0]
+
+
+def test_training_weights_inside_autocast() -> None:
+    """The block of the callback with the training weights is one, too."""
+    model = nn.Linear(2, 1)
+    inputs = torch.ones(1, 2)
+    set_to(model, 0.0)
+    callback = modkit.EMACallback(model, decay=0.5)
+    callback.step()
+    set_to(model, -1.0)
+    callback.step()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16), callback.evaluating():
+        average = model(inputs).item()
+        with callback.evaluating_training_weights():
+            raw = model(inputs).item()
+
+    assert (average, raw) == (-1.5, -3.0)
