@@ -31,8 +31,8 @@ def lists_in(shapes: Shapes) -> dict[str, Entries]:
     lists: dict[str, Entries] = {}
     for name, shape in shapes.items():
         # Numbers as str() writes them, so that each has one name; lists of layers have no longer
-        # ones.
-        for match in re.finditer(r"(?:^|\.)(0|[1-9]\d{0,8})(?=\.)", name[:LONGEST_NAME]):
+        # ones. A name that begins with a dot is not one of a list without a path.
+        for match in re.finditer(r"(?:^|(?<!^)\.)(0|[1-9]\d{0,8})(?=\.)", name[:LONGEST_NAME]):
             entries = lists.setdefault(name[: match.start()], {})
             entries.setdefault(int(match[1]), {})[name[match.end() + 1 :]] = shape
     return lists

@@ -304,7 +304,10 @@ def _alignments(renames: Renames) -> Iterator[_Alignment]:
 
 
 class _Heads(NamedTuple):
-    """The beginnings of old and of new names; one is empty if a prefix is added or removed."""
+    """The beginnings of old and of new names, with their last dot.
+
+    One is empty if a prefix is added or removed.
+    """
 
     old: str
     new: str
@@ -327,7 +330,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
     modules: dict[_Heads, set[str]] = defaultdict(set)
     for name, other, tail, is_alone in _alignments(renames):
         starts = (name.removesuffix(tail), other.removesuffix(tail))
-        heads = _Heads(*_star_shared([start.removesuffix(".") for start in starts]))
+        heads = _Heads(*_star_shared(starts))
         if is_alone or "" in heads:
             shapes = {renames.old[name], renames.new[other]}
             votes[heads] += 1
@@ -361,11 +364,11 @@ def _find_head(renames: Renames, enough: int) -> bool:
     explained = renames.substitute(substituted, is_certain=is_certain)
 
     kind: Literal["prefix", "rename"] = "prefix" if "" in best else "rename"
-    dot = "." if kind == "prefix" else ""
-    olds = tuple(dict.fromkeys(heads.old and heads.old + dot for heads in rivals))
-    news = tuple(dict.fromkeys(heads.new and heads.new + dot for heads in rivals))
+    end = None if kind == "prefix" else -1
+    olds = tuple(dict.fromkeys(heads.old[:end] for heads in rivals))
+    news = tuple(dict.fromkeys(heads.new[:end] for heads in rivals))
     if kind == "rename" and is_certain:
-        old_part, new_part = _differing_parts(*rivals[0])
+        old_part, new_part = _differing_parts(*olds, *news)
         olds = (old_part,)
         news = (new_part,)
     renames.rules.append(Rule(kind, olds, news, explained, is_certain=is_certain))
@@ -375,7 +378,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
 def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
     """Return the names that begin with the old head, each with the new one and the same numbers."""
     # The star of a head stands for the number of a layer, which the new name has as well.
-    pattern = r"(\d+)".join(map(re.escape, heads.old.split("*")))
+    pattern = r"(\d+)".join(map(re.escape, heads.old[:-1].split("*")))
     finder = re.compile(rf"{pattern}(?:\.|$)" if heads.old else "")
     new_names: dict[str, str] = {}
     for name in names:
@@ -385,7 +388,7 @@ def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
         new_head = heads.new
         for number in match.groups():
             new_head = new_head.replace("*", number, 1)
-        new_names[name] = ".".join(filter(None, (new_head, name[match.end() :])))
+        new_names[name] = (new_head + name[match.end() :]).removesuffix(".")
     return new_names
 
 
@@ -602,7 +605,7 @@ def _contents(shapes: Shapes, *, by_module: bool) -> dict[str, Content]:
     contents: dict[str, set[tuple[str, Shape | None]]] = defaultdict(set)
     for name, shape in shapes.items():
         home, dot, leaf = name.rpartition(".")
-        if dot:
+        if dot and leaf:
             contents[home].add((leaf, shape))
     return {name: frozenset(content) for name, content in contents.items()}
 

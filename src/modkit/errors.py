@@ -1,6 +1,6 @@
-"""The exception classes of modkit."""
+"""The exception classes of modkit, and the text that they show of names from files."""
 
-from typing import Final
+from typing import Any, Final
 
 from modkit._namespace import publish_all
 
@@ -8,7 +8,7 @@ from modkit._namespace import publish_all
 # A file may have names of any length.
 _LONGEST: Final = 2000
 
-__all__ = ["FileError", "MigrationError", "NameMismatchError"]
+__all__ = ["FileError", "MigrationError", "NameMismatchError", "printable"]
 
 
 class FileError(ValueError, RuntimeError):
@@ -81,6 +81,10 @@ class NameMismatchError(ValueError):
                 first = names if len(names) <= 5 else [*names[:5], "..."]
                 listed.append(f"{len(names)} {kind}: {', '.join(first)}")
         super().__init__(shown(f"{what}: {'; '.join(listed)}. {end}".rstrip()))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copied and pickled by its text and attributes: ``__init__`` does not take the text.
+        return ValueError.__new__, (type(self), *self.args), vars(self)
 
 
 def shown(text: str) -> str:

@@ -112,6 +112,13 @@ assert_type(callback.ema, modkit.EMA[Net])
 with callback.evaluating() as evaluated:
     assert_type(evaluated, Net)
 assert_type(ema.attach(optimizer), modkit.EMA[Net])
+
+# As with torch, an annotation without the class of the model takes averages of every model.
+of_any_model: AveragedModel = averaged
+ema_of_any_model: modkit.EMA = ema
+callback_of_any_model: modkit.EMACallback = callback
+several: list[AveragedModel[nn.Module]] = [averaged]
+
 assert_type(ema.named_averages(), Iterator[tuple[str, torch.Tensor]])
 assert_type(modkit.average_checkpoints(["a.pt"], [1.0]), dict[str, torch.Tensor])
 assert_type(modkit.schedules.Power(sigma_rel=0.1).over(20, 10), float)

@@ -1,3 +1,4 @@
+import copy
 import importlib
 import inspect
 import pickle
@@ -104,6 +105,23 @@ def test_a_class_never_shows_the_source_of_another(path: str) -> None:
             assert source is None or f"class {name}" in source.partition(":")[0]
             assert inspect.getsourcefile(found) == namespace(found.__module__).__file__
             assert name in pydoc.render_doc(found)
+
+
+ERRORS = [
+    modkit.errors.FileError("a.pt is corrupt", "torch.save file"),
+    modkit.errors.MigrationError("fc was saved in version 3"),
+    modkit.errors.NameMismatchError("EMA", missing=["a"], unexpected=["b"], shapes=[]),
+]
+
+
+@for_each("error", ERRORS)
+def test_exceptions_are_pickled_and_copied(error: Exception) -> None:
+    """A pool of processes sends them to the caller; it breaks, or waits, if one cannot be read."""
+    vars(error)["__notes__"] = ["a note"]
+
+    for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
+        assert type(other) is type(error)
+        assert (str(other), vars(other)) == (str(error), vars(error))
 
 
 def test_old_paths_load() -> None:

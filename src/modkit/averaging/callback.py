@@ -18,7 +18,7 @@ from modkit.averaging.swap import any_swapped, exchanged, pairs_for
 
 __all__ = ["EMACallback", "EMAOptions"]
 
-ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
+ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 
 NO_AVERAGES: Final = (
     "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
@@ -157,7 +157,7 @@ class Evaluation:
                 swap.__exit__(None, None, None)
 
     @contextmanager
-    def block(self, ema: EMA[ModelT] | None, index: int | None) -> Generator[ModelT]:
+    def block(self, ema: EMA[ModelT_co] | None, index: int | None) -> Generator[ModelT_co]:
         """Swap weights in for a ``with`` block, and set evaluation mode.
 
         Args:
@@ -229,7 +229,7 @@ class NamesTheRightClass:
             raise AttributeError(message, name=name, obj=self)
 
 
-class EMACallback(NamesTheRightClass, Generic[ModelT]):
+class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
     """Averages a model in any training loop, and swaps the average in for evaluation.
 
     It is the class for loops that are written by hand. The Trainers of Lightning and transformers
@@ -289,13 +289,13 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         (True, True)
     """
 
-    ema: EMA[ModelT]
+    ema: EMA[ModelT_co]
     index: int
     swap_to_average_at_end: bool
 
     def __init__(
         self,
-        model: ModelT,
+        model: ModelT_co,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         decay: Decays = None,
         *,
@@ -326,7 +326,7 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         return f"{type(self).__name__}({self.ema!r}, index={self.index})"
 
     @property
-    def model(self) -> ModelT:
+    def model(self) -> ModelT_co:
         """The model in training."""
         return self.ema.model
 
@@ -366,7 +366,7 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         if self.swap_to_average_at_end:
             swap_at_end(self.ema, self.index)
 
-    def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT]:
+    def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT_co]:
         """Swap an average in and set evaluation mode for a ``with`` block.
 
         Before the first update the block sees the training weights. Storage is exchanged, nothing
@@ -405,7 +405,7 @@ class EMACallback(NamesTheRightClass, Generic[ModelT]):
         """
         return self._evaluation.block(self.ema, self.index if index is None else index)
 
-    def evaluating_training_weights(self) -> AbstractContextManager[ModelT]:
+    def evaluating_training_weights(self) -> AbstractContextManager[ModelT_co]:
         """Evaluate the training weights for a ``with`` block, also where an average is swapped in.
 
         It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside

@@ -213,7 +213,7 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
         The average in that dtype.
 
     Raises:
-        ValueError: If a finite value becomes infinite.
+        ValueError: If a finite value is too large for the dtype.
     """
     if not is_averaged(average):
         return average
@@ -226,7 +226,12 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
         # torch does not know which values of 8 bits are finite.
         wide = kept_dtype(average.dtype, "fp32")
-        lost = average.to(wide).isfinite() & ~result.to(wide).isfinite()
+        values = average.to(wide)
+        lost = values.isfinite() & ~result.to(wide).isfinite()
+        if dtype.itemsize == 1:
+            # Some have no infinity, and the maximum instead of what is too large.
+            largest = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 2)
+            lost |= values.isfinite() & (values.abs() > largest)
         if lost.any():
             value = average[lost][0]
             raise ValueError(shown(f"{name} has the value {value}, too large for {dtype}"))

@@ -46,10 +46,10 @@ from modkit.averaging.swap import (
 
 __all__ = ["EMA", "EMAOptions"]
 
-ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
+ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 
 
-class EMA(Generic[ModelT]):
+class EMA(Generic[ModelT_co]):
     """Exponential moving averages of a model's parameters, stored by name.
 
     Call :meth:`update` after each optimizer step, or :meth:`attach` the optimizer once. To evaluate
@@ -137,7 +137,7 @@ class EMA(Generic[ModelT]):
         2.0
     """
 
-    model: ModelT
+    model: ModelT_co
     step: int
     n_averaged: int
     schedules: list[Schedule]
@@ -146,7 +146,7 @@ class EMA(Generic[ModelT]):
 
     def __init__(
         self,
-        model: ModelT,
+        model: ModelT_co,
         decay: Decays = None,
         *,
         schedule: Decay | Sequence[Decay] | None = None,
@@ -187,7 +187,7 @@ class EMA(Generic[ModelT]):
         self._stored: dict[str, Tensor] = {}
         self._overwritten: list[tuple[str, Tensor, int]] = []
         self._steps = OptimizerSteps()
-        self._module: AveragedCopy[ModelT] | None = None
+        self._module: AveragedCopy[ModelT_co] | None = None
 
     def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
         """Check that the model holds its training weights, not an average in their place.
@@ -704,7 +704,7 @@ class EMA(Generic[ModelT]):
                 self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
                 self._follow()
 
-    def averaged_model(self, index: int = 0) -> ModelT:
+    def averaged_model(self, index: int = 0) -> ModelT_co:
         """Return a copy of the model with averaged weights, in eval mode, without gradients.
 
         It is independent of the averages. What is not averaged, and everything before the first
@@ -741,7 +741,7 @@ class EMA(Generic[ModelT]):
         return model.eval()
 
     @property
-    def module(self) -> ModelT:
+    def module(self) -> ModelT_co:
         """A copy of the model with the first average, in eval mode, without gradients.
 
         It shares memory with averages of the model's dtype and device, so a reference follows all

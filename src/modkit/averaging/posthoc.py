@@ -89,6 +89,7 @@ def save_snapshot(
 
     Raises:
         OSError: If the file cannot be written.
+        ValueError: If the step is below 1, or the width is out of range.
 
     Example:
         >>> import torch
@@ -100,6 +101,10 @@ def save_snapshot(
     # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
     step = int(step)
     sigma_rel = float(sigma_rel)
+    # The folder of a file that no reader accepts could not be read any more.
+    gamma_of(sigma_rel)
+    if not 0 < step <= _LAST_STEP:
+        raise ValueError(f"save_snapshot: step must be from 1 to {_LAST_STEP}, got {step}")
     path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,17 +110,18 @@ def flush_or_discard_output() -> None:
 
 def console() -> Console:
     """Return a console for tables, with 160 columns in a pipe unless COLUMNS is set."""
+    # In a pipe, rich takes 80 columns, and would fold most names of tensors; with COLUMNS=0, it
+    # takes none, and prints nothing.
+    width = shutil.get_terminal_size((160, 24)).columns
     # Rich highlights numbers, also those within the names of tensors.
-    new_console = _Console(highlight=False)
-    # In a pipe, rich takes 80 columns, and would fold most names of tensors.
-    if not new_console.is_terminal and "COLUMNS" not in os.environ:
-        new_console.width = 160
-    return new_console
+    return _Console(highlight=False, width=width)
 
 
 def cell(text: object) -> str:
     """Return text from a file or a path for a table: printable, and not interpreted as markup."""
-    return escape(printable(str(text)))
+    # A locale may be ASCII, and a pipe of Windows has a code page: the rest is escaped, too.
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return escape(printable(str(text)).encode(encoding, "backslashreplace").decode(encoding))
 
 
 def print_table(

@@ -73,6 +73,11 @@ def migrate(
     except TargetError as error:
         # Status 2, as for any wrong argument: nothing has been read yet.
         raise click.UsageError(str(error)) from error
+    except Exception as error:
+        text = f"the model cannot be built without arguments: {type(error).__name__}: {error}"
+        raise RuntimeError(text) from error
+    if not isinstance(model, torch.nn.Module):
+        raise click.UsageError(f"{target} does not make a torch.nn.Module, but a {type(model)}")
 
     goals, versions = _by_class(model, to), _by_class(model, saved)
     with ui.progress("migrating"):

@@ -84,12 +84,12 @@ def _read(file: Path) -> list[dict[str, Any]]:
     if not file.exists():
         return []
     try:
-        records = json.loads(file.read_text(encoding="utf-8"))
+        # A TypeError for anything but a list.
+        records: list[dict[str, Any]] = list.copy(json.loads(file.read_text(encoding="utf-8")))
         for record in records:
             _as_state_dict(record)
     except (ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise ValueError(f"{file} was not written by assert_recorded(): {error!r}") from error
-    assert isinstance(records, list)
     return records
 
 

@@ -27,7 +27,7 @@ from modkit.nn.module import Module
 from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgFn
 
 
-ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
+ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 
 
 class _Base(_TorchAveragedModel, Module):
@@ -41,7 +41,7 @@ class _Base(_TorchAveragedModel, Module):
         super(_TorchAveragedModel, self).__init__()
 
 
-class AveragedModel(_Base, Generic[ModelT]):
+class AveragedModel(_Base, Generic[ModelT_co]):
     """Running average of a model's weights, as a model of its own.
 
     Use it for stochastic weight averaging (SWA, https://arxiv.org/abs/1803.05407) and exponential
@@ -119,7 +119,7 @@ class AveragedModel(_Base, Generic[ModelT]):
         (1.25, 2)
     """
 
-    module: ModelT
+    module: ModelT_co
     n_averaged: Tensor
     avg_fn: AvgFn | None
     multi_avg_fn: MultiAvgFn | None
@@ -129,7 +129,7 @@ class AveragedModel(_Base, Generic[ModelT]):
 
     def __init__(
         self,
-        model: ModelT,
+        model: ModelT_co,
         device: int | torch.device | None = None,
         avg_fn: AvgFn | None = None,
         multi_avg_fn: MultiAvgFn | None = None,
@@ -194,7 +194,7 @@ class AveragedModel(_Base, Generic[ModelT]):
         if not named.has_lazy():
             self._errors_for({name: member.tensor for name, member in named.all().items()})
 
-    def _copy_of(self, model: ModelT) -> ModelT:
+    def _copy_of(self, model: torch.nn.Module) -> ModelT_co:
         """Return a copy of the model, on the device and in the dtypes of the average."""
         options = self._runtime.options
         # Functions of the user get the tensors one by one.
@@ -203,7 +203,7 @@ class AveragedModel(_Base, Generic[ModelT]):
         # torch's words.
         stays = str(self._device) in {"None", "cpu"} and hasattr(model, "parameters")
         copies = self._quick_copies(model) if is_flat and stays else {}
-        copy = copy_of(model, copies)
+        copy = cast("ModelT_co", copy_of(model, copies))
 
         if self._device is not None:
             try:
@@ -221,7 +221,7 @@ class AveragedModel(_Base, Generic[ModelT]):
             cast("Any", copy)._apply(widened)
         return copy
 
-    def _quick_copies(self, model: ModelT) -> dict[int, Tensor]:
+    def _quick_copies(self, model: torch.nn.Module) -> dict[int, Tensor]:
         """Copy small parameters into flat buffers, and clone plain buffers.
 
         Returns:
@@ -344,7 +344,7 @@ class AveragedModel(_Base, Generic[ModelT]):
         if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
             # The copy was made before the model had got its shapes.
             self._runtime.options.check_globs(model)
-            self.module = self._copy_of(cast("ModelT", model))
+            self.module = self._copy_of(model)
         averages, currents, copies, models = self._paired(model)
 
         average = self._runtime.average

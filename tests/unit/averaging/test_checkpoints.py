@@ -175,6 +175,19 @@ def test_averages_of_eight_bits(tmp_path, dtype) -> None:
     assert average.float().item() == 2.0
 
 
+@for_each("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz])
+def test_a_value_that_is_too_large_for_eight_bits(tmp_path, dtype) -> None:
+    """It is refused, although torch casts it to the maximum of a dtype without infinity."""
+    largest = torch.finfo(dtype).max
+    torch.save({"w": torch.tensor([1.0, -largest])}, tmp_path / "fits.pt")
+    torch.save({"w": torch.tensor([1.0, -2 * largest])}, tmp_path / "large.pt")
+
+    average = average_checkpoints([tmp_path / "fits.pt"], dtype=dtype)
+    assert average["w"].tolist() == [1.0, -largest]
+    with pytest.raises(ValueError, match=rf"w has the value -{2 * largest}, too large for {dtype}"):
+        average_checkpoints([tmp_path / "large.pt"], dtype=dtype)
+
+
 def test_views_of_one_memory_are_tied_only_if_they_are_the_same(tmp_path) -> None:
     """A matrix and its transpose share memory, and each is averaged as it is."""
     matrix = torch.arange(4.0).reshape(2, 2)

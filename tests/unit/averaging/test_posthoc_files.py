@@ -156,6 +156,15 @@ def test_left_over_files_are_no_snapshots(tmp_path):
     assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [100, 100]
 
 
+@for_each(("step", "sigma_rel"), [(0, 0.1), (-3, 0.1), (2**53 + 1, 0.1), (3, 0.3), (3, -1)])
+def test_a_snapshot_that_could_not_be_read(tmp_path, step, sigma_rel):
+    """It is not written: its folder could not be read any more."""
+    with pytest.raises(ValueError, match=r"step must be|sigma_rel must be"):
+        save_snapshot(tmp_path, {"weight": torch.ones(1)}, step=step, sigma_rel=sigma_rel)
+
+    assert find_snapshots(tmp_path) == [*tmp_path.iterdir()] == []
+
+
 def test_order_is_by_step_not_by_name(tmp_path):
     """The order of the files, and how they are named, does not matter."""
     save_walk(tmp_path, walk(300, 2))

@@ -105,6 +105,28 @@ def test_tables_fit_the_terminal(net: Path, monkeypatch, line: str, width: int) 
     assert (name in "".join(letters.split())) == ("{0}" in line)
 
 
+@for_each("columns", ["0", "wide"])
+def test_columns_without_a_width(net: Path, monkeypatch, columns: str) -> None:
+    """The width is that without the variable, as for other programs in Python."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    expected = invoke("inspect", net).stdout
+    monkeypatch.setenv("COLUMNS", columns)
+
+    assert invoke("inspect", net).stdout == expected != ""
+
+
+@for_each("line", ["inspect {0}", "diff {0} {0}", "average {0} {0} --dry-run"])
+def test_characters_that_the_encoding_lacks(net: Path, line: str) -> None:
+    """They are escaped, as in errors: a locale may be ASCII, and a pipe of Windows has a code page."""
+    path = net.with_name("gewicht_\N{LATIN SMALL LETTER A WITH DIAERESIS}.pt")
+    torch.save({"\N{GREEK SMALL LETTER ALPHA}": torch.ones(1)}, path)
+    ascii_only = "import sys; sys.stdout.reconfigure(encoding='ascii'); "
+    done = python(ascii_only + MAIN, *line.format(path).split(), finalize=True)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\xe4" in done.stdout or "\\u03b1" in done.stdout
+
+
 def test_the_json_of_each_command(net: Path) -> None:
     """``--json`` prints one JSON document."""
     out = net.with_name("out.pt")

@@ -188,6 +188,16 @@ def test_a_rename_of_nothing():
         modkit.load_matching(network(OURS), other(network(OURS)), rename={"haed": "head"})
 
 
+def test_a_prefix_is_renamed_to_nothing():
+    """Its dot stays, and the note says so."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(modkit.errors.NameMismatchError, match=r"unexpected: \.0\.w") as error:
+        modkit.load_matching(net, other(net, "old."), rename={"old": ""})
+
+    if sys.version_info >= (3, 11):
+        assert "extra prefix '.'" in error.value.__notes__[0]
+
+
 def test_a_tensor_that_cannot_be_written_changes_nothing():
     """All entries that fit in name and shape are loaded, or none."""
     model = network(OURS)

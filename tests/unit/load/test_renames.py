@@ -33,6 +33,25 @@ def test_a_prefix_where_no_shape_fits(prefixed, is_prefix):
     assert (Rule("prefix", ("m.",), ("",), prefixed) in find_renames(old, new).rules) == is_prefix
 
 
+@for_each("dots", [".", ".."])
+@for_each("names", [("0.weight", "0.bias"), ("body.weight", "head.weight", "scale")])
+def test_a_prefix_of_dots(dots, names):
+    """``name.replace("module", "")`` leaves the dot; ``.0`` is not an entry of the list ``0``."""
+    old = {dots + name: (i + 2,) for i, name in enumerate(names)}
+    new = {name: (i + 2,) for i, name in enumerate(names)}
+
+    assert find_renames(old, new).rules == [Rule("prefix", (dots,), ("",), len(names))]
+    assert find_renames(new, old).rules == [Rule("prefix", ("",), (dots,), len(names))]
+
+
+def test_a_name_that_ends_with_a_dot():
+    """It is a tensor, and not one of a module that has a tensor without a name."""
+    old = {"fc.": (2, 2), "norm.weight": (3,)}
+    new = {"out.": (2, 2), "norm.weight": (3,)}
+
+    assert find_renames(old, new).pairs == {"fc.": "out."}
+
+
 @for_each(("outputs", "is_certain"), [(16, True), (20, False)])
 def test_a_number_in_a_list_that_is_out_of_order(outputs, is_certain):
     """Where a name that both sides have is another layer, no number says which layer is which."""

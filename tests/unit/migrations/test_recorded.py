@@ -102,6 +102,8 @@ def test_other_files(tmp_path):
     for text in (
         "{",
         "5",
+        "{}",
+        '""',
         '{"a": 1}',
         '[{"versions": {}}]',
         '[{"versions": {}, "tensors": {"a": 1}}]',
