@@ -29,8 +29,23 @@ _EMA: Final = "tests/unit/averaging"
 _FILES: Final = "tests/unit/files"
 _JIT: Final = "tests/parity/jit"
 _MIGRATIONS: Final = "tests/unit/migrations"
+_RANKS: Final = "tests/distributed/averages"
 
 _NN: Final = [
+    Bug(
+        "renames: a name that begins with a dot is one of a list without a path",
+        "_layer_lists.py",
+        "(?:^|(?<!^)\\.)",
+        "(?:^|\\.)",
+        "tests/unit/load/test_renames.py",
+    ),
+    Bug(
+        "errors: pickled as most exceptions are, by their arguments alone",
+        "errors.py",
+        "return ValueError.__new__, (type(self), *self.args), vars(self)",
+        "return type(self), self.args",
+        "tests/unit/test_public_face.py",
+    ),
     Bug(
         "fast_inference: an argument that is not a tensor, in a dropout",
         "fast_inference/layers.py",
@@ -553,6 +568,55 @@ _AVERAGING: Final = [
         "tests/unit/compat/test_suite.py",
     ),
     Bug(
+        "swap: casts of parameters that autocast has kept",
+        "averaging/swap.py",
+        "        self._exchange(values)\n        forget_casts()\n",
+        "        self._exchange(values)\n",
+        _EMA + "/test_ema_swap.py",
+    ),
+    Bug(
+        "sharding: a tensor with other placements than the one it is for",
+        "averaging/sharding.py",
+        "    if is_sharded_alike(value, like):\n        return value",
+        "    if is_sharded(value):\n        return value",
+        _RANKS + "/test_placements.py",
+    ),
+    Bug(
+        "copies: full parameters that a forward of FSDP has left",
+        "averaging/ema.py",
+        "        reshard(model.modules())\n        overwritten",
+        "        overwritten",
+        _RANKS + "/test_placements.py",
+    ),
+    Bug(
+        "snapshots: each rank writes its own shards",
+        "averaging/posthoc.py",
+        "compact(whole_tensor(t).detach().cpu())",
+        "compact(t.detach().cpu())",
+        _RANKS + "/test_placements.py",
+    ),
+    Bug(
+        "states: averages of a model on the meta device",
+        "averaging/engine.py",
+        "            _check_not_meta(averaged)\n",
+        "            pass\n",
+        _EMA + "/test_devices.py",
+    ),
+    Bug(
+        "states: error terms of an averaged model",
+        "averaging/foreign_states.py",
+        "averages[name] = average.to(wide).add(error)",
+        "averages[name] = average.to(wide)",
+        _EMA + "/test_other_libraries.py",
+    ),
+    Bug(
+        "dtypes: values that are too large for eight bits without infinity",
+        "averaging/checkpoints.py",
+        "        if dtype.itemsize == 1:\n",
+        "        if dtype.itemsize == 0:\n",
+        _EMA + "/test_checkpoints.py",
+    ),
+    Bug(
         "swap: it is registered after its first write",
         "averaging/swap.py",
         "        active_swaps.append(self)\n        self._exchange(values)\n",
@@ -705,6 +769,13 @@ _IN_FILES: Final = [
 ]
 
 _IN_JIT: Final = [
+    Bug(
+        "copies: a child that torch has wrapped",
+        "jit/_copies.py",
+        "source = module if isinstance(module._modules, Children) else wrap_cpp(module._c)",
+        "source = module",
+        _JIT + "/test_compiling.py",
+    ),
     Bug(
         "archives: the default device",
         "jit/_archives.py",
