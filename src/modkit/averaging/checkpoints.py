@@ -233,7 +233,7 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
             largest = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 2)
             lost |= values.isfinite() & (values.abs() > largest)
         if lost.any():
-            value = average[lost][0]
+            value = values[lost][0]
             raise ValueError(shown(f"{name} has the value {value}, too large for {dtype}"))
     return result
 
