@@ -35,7 +35,9 @@ def killed(loop: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("loop", PACKAGES)
+@pytest.mark.parametrize(
+    "loop", [pytest.param("plain", marks=pytest.mark.slow), "lightning", "transformers"]
+)
 def test_training_survives_kills(loop):
     """A run that is killed and resumed is bitwise that of no kill, and no private folder stays."""
     found = killed(loop, 1)

@@ -70,7 +70,7 @@ def training_step(net: nn.Module, ema: Any, optimizer: Any, how: str) -> Callabl
     return step
 
 
-@for_each("kind", [torch.optim.SGD, Calls])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, pytest.param(Calls, marks=pytest.mark.slow)])
 def test_updates_add_one_graph_break_and_no_frames(kind: Any) -> None:
     """Compared to the compiled training step without averages; each step counts once."""
     counts = {}

@@ -96,6 +96,7 @@ def test_each_case(info, most):
     assert differing == []
 
 
+@pytest.mark.slow
 @every_info
 def test_inside_other_modules(info):
     """A layer in a Sequential, or held by a user's module, gives the same results inside."""
@@ -198,6 +199,7 @@ def odd_calls(sample, training, scope):
     return seen
 
 
+@pytest.mark.slow
 @every_info
 def test_odd_inputs(info):
     """A wrong call raises the same type and text inside, and an odd one gives the same results."""

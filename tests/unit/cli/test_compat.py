@@ -307,6 +307,7 @@ def test_a_swapped_package_that_uses_nothing_of_torch(script: Path) -> None:
     assert "Error: --swap user_scripts: none of its modules was imported" in found.stderr
 
 
+@pytest.mark.usefixtures("forked_models")
 def test_a_model_that_raises(script: Path) -> None:
     """The error of the user's code is one line, and no traceback."""
     found = run(f"{script}:raises")
