@@ -115,6 +115,25 @@ def test_a_mapping_is_read_once(hooked, change):
     assert same(scenario)[0] == ("raised" if change else "returned")
 
 
+@for_each("hooked", [False, True])
+@for_each("version", [1, 2])
+def test_a_mapping_that_is_no_dict_has_versions(hooked, version):
+    """The metadata says whether a layer that lacks an entry is an old one, which brings it."""
+
+    def scenario(impl):
+        module = impl.Module()
+        module.norm = torch.nn.BatchNorm1d(2)
+        if hooked:
+            module.register_load_state_dict_pre_hook(lambda *_: None)
+        state = module.state_dict()
+        del state["norm.num_batches_tracked"]
+        mapping = Consumed(state)
+        mapping._metadata = {"": {"version": 1}, "norm": {"version": version}}
+        return module.load_state_dict(mapping)
+
+    assert same(scenario)[0] == ("returned" if version == 1 else "raised")
+
+
 @pytest.mark.parametrize("elements", [0, 2])
 def test_only_one_element_loads_into_a_scalar(impl: Implementation, elements: int) -> None:
     """A vector of another length than one is a size mismatch."""
