@@ -118,7 +118,7 @@ def test_a_mapping_is_read_once(hooked, change):
 @for_each("hooked", [False, True])
 @for_each("version", [1, 2])
 def test_a_mapping_that_is_no_dict_has_versions(hooked, version):
-    """The metadata says whether a layer that lacks an entry is an old one, which brings it."""
+    """By the metadata, a layer that lacks an entry is an old one, which brings it, or is not."""
 
     def scenario(impl):
         module = impl.Module()
