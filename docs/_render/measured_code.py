@@ -44,13 +44,18 @@ def _digest(part: str) -> str:
 @functools.cache
 def _code_of(source: str) -> str:
     """Return the lines of code of a file. It takes seconds for all files, and notes ask for most twice."""
+    lines: str = _count_lines().code_of(source)
+    return lines
+
+
+@functools.cache
+def _count_lines() -> Any:
     spec = importlib.util.spec_from_file_location("count_lines", DOCS / "count_lines.py")
     assert spec is not None
     assert spec.loader is not None
     count_lines = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(count_lines)
-    lines: str = count_lines.code_of(source)
-    return lines
+    return count_lines
 
 
 def recorded(name: str) -> dict[str, str]:
