@@ -64,10 +64,10 @@ def test_files_and_functions_stay_short(file):
 
 
 def test_what_ships_stays_thin():
-    """At most 17,632 code lines in 125 files. The aim is 11,400: what merges mechanisms is welcome."""
+    """At most 17,630 code lines in 125 files. The aim is 11,400: what merges mechanisms is welcome."""
     files = COUNTS["shipped"]().values()
 
-    assert sum(lines_of(file).code for file in files) <= 17_632
+    assert sum(lines_of(file).code for file in files) <= 17_630
     assert len(files) <= 125
 
 

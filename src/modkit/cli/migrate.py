@@ -7,7 +7,7 @@ import click
 import torch
 
 from modkit.cli import _tables as ui
-from modkit.compat.model import TargetError, object_at
+from modkit.compat.model import Target, TargetError, build
 from modkit.errors import MigrationError
 from modkit.migrations.files import migrate_file, plan_file
 
@@ -69,15 +69,13 @@ def migrate(
         ui.check_output(output, [source], overwrite=overwrite)
     try:
         with torch.device("meta"):
-            model = object_at(target)()
+            model = build(Target(target))
     except TargetError as error:
         # Status 2, as for any wrong argument: nothing has been read yet.
         raise click.UsageError(str(error)) from error
     except Exception as error:
         text = f"the model cannot be built without arguments: {type(error).__name__}: {error}"
         raise RuntimeError(text) from error
-    if not isinstance(model, torch.nn.Module):
-        raise click.UsageError(f"{target} does not make a torch.nn.Module, but a {type(model)}")
 
     goals, versions = _by_class(model, to), _by_class(model, saved)
     with ui.progress("migrating"):
