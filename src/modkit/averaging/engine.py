@@ -46,12 +46,12 @@ class Pairing:
 
     def __init__(self, named: NamedTensors, values: Tensors) -> None:
         self.pairs: Pairs = pairs_for(named, values)
-        self.registered: Registered = Registered(named, self.pairs)
         tensors = [tensor for _, tensor, _ in self.pairs]
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in self.pairs)
         unknown = is_stale or named.has_lazy()
         self.watch: Watch = Watch([named], tensors, buffers=True, unknown=unknown)
+        self.registered: Registered = Registered(named, self.pairs, self.watch)
 
 
 class Engine:

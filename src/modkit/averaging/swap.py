@@ -39,7 +39,7 @@ from modkit.averaging.sharding import (
     sharded_places,
     shards_of,
 )
-from modkit.averaging.watch import Snapshot, Tables
+from modkit.averaging.watch import Watch
 
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
@@ -248,13 +248,14 @@ class Registered:
     Args:
         named: The tensors and modules of the model.
         pairs: The pairs of the swap.
+        watch: Notices that members of these modules were replaced.
     """
 
-    def __init__(self, named: NamedTensors, pairs: Iterable[Pair]) -> None:
+    def __init__(self, named: NamedTensors, pairs: Iterable[Pair], watch: Watch) -> None:
+        self._watch = watch
         self._names = {id(tensor): name for name, tensor, _ in pairs}
         self._before: list[_Before] = []
         self._recurrent = [each for each in named.modules if isinstance(each, torch.nn.RNNBase)]
-        watched: list[Any] = []
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if isinstance(module, torch.jit.ScriptModule):
@@ -262,12 +263,6 @@ class Registered:
             tables = {name: copied(getattr(module, name)) for name, copied in _PUT_BACK.items()}
             hooks = _computing_hooks(module)
             self._before.append(_Before(module, type(module), tables, hooks))
-
-            watched += (module._parameters, module._modules)
-            if any(id(buffer) in self._names for buffer in module._buffers.values()):
-                watched.append(module._buffers)
-        self._members = Snapshot(table for table in watched if table)
-        self._tables = Tables(named.states)
 
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
@@ -291,7 +286,7 @@ class Registered:
         Returns:
             The name of a tensor that was replaced; None if there is none.
         """
-        if not (self._members.changed() or self._tables.changed()):
+        if not self._watch.changed():
             return None
         # After a forward, FSDP's full parameters are registered in place of the shards.
         reshard(before.module for before in self._before)
