@@ -394,15 +394,6 @@ ROWS: Final = (
         "tests/parity/fixes/test_swa_averaged_model.py::test_a_parameter_that_is_a_buffer_too_is_averaged",
     ),
     _row(
-        "modkit",
-        "The storage of an averaged parameter can be resized, or freed and allocated again | On CPU, "
-        "four or more alike of at most 1,024 elements share memory, so that one kernel averages them,"
-        " and their storages cannot be resized. `p.data = p.data.clone()` ends the sharing; averages "
-        "of `avg_fn=` and of other functions, and copies of an average, never share",
-        NO_ISSUE,
-        "tests/parity/averaging/test_resized_averages.py::test_the_storage_of_an_average_can_be_resized",
-    ),
-    _row(
         "torch",
         "With `use_buffers=False`, parameters of a subclass of `AveragedModel` are overwritten "
         "with values of the model | Only the parameters of `module` are averaged",

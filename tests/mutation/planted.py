@@ -302,13 +302,6 @@ _AVERAGING: Final = [
         _EMA + "/test_load_averages.py",
     ),
     Bug(
-        "flat buffers: the size of an element",
-        "averaging/averages.py",
-        "            offset += size * dtype.itemsize",
-        "            offset += size * 4",
-        _EMA + "/test_flat_buffers.py",
-    ),
-    Bug(
         "averages: a model on another device is not followed",
         "averaging/averages.py",
         "                    if tensor is not stored[name] or tensor.device != device:",

@@ -92,7 +92,6 @@ def flat(tensors: Any) -> Tensor:
 def errors_of(case: Case, updates: int) -> list[float]:
     """Update averages of a tiny model; return their largest relative errors."""
     seed_everything()
-    # So many layers that small tensors share a flat buffer.
     model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]).to(case.dtype)
     parameters = list(model.parameters())
     sizes = [parameter.numel() for parameter in parameters]

@@ -11,11 +11,10 @@ from typing import Any, Generic, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from typing_extensions import Self, TypeVar, override
 
 from modkit.averaging import precision
-from modkit.averaging.averages import Average, FlatBuffer, Tensors
+from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group, grouped
 from modkit.averaging.named_tensors import NamedTensors
@@ -37,7 +36,6 @@ class Plan:
         copies: The tensors that are copied.
         models: The models whose tensors end the plan if they are replaced.
         more: Further tensors that end the plan if their metadata change.
-        flat: Whether small tensors are gathered into flat buffers.
         alone: Whether each tensor is stepped by itself, in the order of ``currents``.
         buffers: Whether all buffers end the plan if they are replaced; else those that are
             averaged.
@@ -53,7 +51,6 @@ class Plan:
         models: Sequence[NamedTensors],
         *,
         more: Iterable[Tensor] = (),
-        flat: bool = True,
         alone: bool = False,
         buffers: bool = False,
         frozen: Iterable[Tensor] = (),
@@ -61,23 +58,15 @@ class Plan:
         self._options = options
         self._currents = currents
         self._copies = copies
-        self._groups: list[Group] = grouped(averages, currents, flat=flat, alone=alone)
+        self._groups: list[Group] = grouped(averages, currents, alone=alone)
         self._meshes = meshes_of(currents.values())
-        self._flats: list[FlatBuffer] = []
-        for average in averages:
-            self._flats += [flat for flat in average.flats if flat.holds(average.tensors)]
-
-        # Tensors in a flat buffer are watched by their addresses, which is faster.
-        in_flats = {id(tensor) for flat in self._flats for tensor in flat.tensors}
-        others = [tensor for tensor in more if id(tensor) not in in_flats]
         members = [member for model in models for member in model.buffers.values()]
         self.watch: Watch = Watch(
             models,
-            [*currents.values(), *others],
+            [*currents.values(), *more],
             buffers=buffers,
             members=[member for member in members if member.name in currents],
             frozen=frozen,
-            shared=self._flats,
         )
 
     def step(self, rule: Rule, count: Count) -> bool | Tensor:
@@ -103,12 +92,6 @@ class Plan:
 
         if self._copies.watch.changed():
             self._copies.plan()
-        for group in self._groups:
-            for gather, sources, memory in group.gathers:
-                with torch.inference_mode():
-                    gather(sources, out=memory)
-
-        # Gathered tensors are tested in one piece, so this comes after it.
         if self._options.on_nonfinite == "skip" and not is_first:
             finite = self._all_finite()
 
@@ -122,11 +105,6 @@ class Plan:
                         copy(group)
                     else:
                         rule.step(group, count)
-                for flat in self._flats:
-                    # Autograd and guards compare versions, and the step wrote to the flat buffer
-                    # alone.
-                    if flat.exposed:
-                        increment_version(flat.tensors)
             for copy_list, targets, sources in self._copies.lists:
                 copy_list(targets, sources)
         return finite

@@ -85,12 +85,11 @@ class _DetachedCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT:
+def copy_of(model: ModelT) -> ModelT:
     """Return a deep copy of a model, which may hold results of autograd.
 
     Args:
         model: The model.
-        copies: Copies of its tensors that were made already, by the ``id`` of the tensor.
 
     Returns:
         The copy.
@@ -102,13 +101,13 @@ def copy_of(model: ModelT, copies: Mapping[int, Tensor] | None = None) -> ModelT
         Exception: Any other error of ``copy.deepcopy``.
     """
     try:
-        return _compacted(copy.deepcopy(model, dict(copies or {})))
+        return _compacted(copy.deepcopy(model))
     except (AssertionError, RuntimeError, TypeError) as error:
         if isinstance(error, RuntimeError):
             # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
             # to copy. If that was not the reason, the first error is the one to show.
             with _DetachedCopies(), suppress(Exception):
-                return _compacted(copy.deepcopy(model, dict(copies or {})))
+                return _compacted(copy.deepcopy(model))
 
         if hasattr(model, "modules") and (has_shards(model) or is_flattened(model.modules())):
             add_note(

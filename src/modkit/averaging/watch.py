@@ -7,7 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, starmap
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -72,32 +72,6 @@ class Tables:
         return not all(map(operator.is_, lasting, self._tables))
 
 
-class Placement:
-    """The memory of tensors at one moment.
-
-    Torch's guards compare shapes and strides, but no addresses: ``tensor.data = ...`` is allowed
-    wherever no memory is shared with a flat buffer.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = tensors
-        self._pointers = list(map(Tensor.data_ptr, tensors))
-        self._matrices = [tensor for tensor in tensors if tensor.dim() > 1]
-
-    def changed(self) -> bool:
-        """Return True if a tensor has other memory, or its elements are in another order."""
-        # ``tensor.data = tensor.data.t()`` keeps the pointer.
-        contiguous = all(map(Tensor.is_contiguous, self._matrices))
-        return not contiguous or list(map(Tensor.data_ptr, self._tensors)) != self._pointers
-
-
-class Shared(Protocol):
-    """Memory that several tensors share, which matters once code outside the engine has them."""
-
-    exposed: bool
-    placement: Placement
-
-
 class Watch:
     """Notices that tensors were added, removed, replaced, tied, renamed, moved, cast or reshaped.
 
@@ -111,7 +85,6 @@ class Watch:
         tables: Further tables.
         members: Buffers that must still be registered.
         frozen: Parameters that must not begin to require gradients.
-        shared: Memory that tensors must still have.
         unknown: Whether it is not known what there was, so that everything is a change.
     """
 
@@ -124,7 +97,6 @@ class Watch:
         tables: Iterable[Registry] = (),
         members: Sequence[Member] = (),
         frozen: Iterable[Tensor] = (),
-        shared: Sequence[Shared] = (),
         unknown: bool = False,
     ) -> None:
         # A scripted model cannot be watched, so it is walked again each time.
@@ -147,7 +119,6 @@ class Watch:
         self._registries = [member.registry for member in members]
         self._keys = [member.key for member in members]
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
-        self._shared = shared
 
     def changed(self) -> bool:
         """Return True if anything is not as it was."""
@@ -165,9 +136,6 @@ class Watch:
         if not all(map(operator.is_, current, self._members)):
             return True
 
-        for memory in self._shared:
-            if memory.exposed and memory.placement.changed():
-                return True
         return any(map(_requires_grad, self._frozen))
 
 

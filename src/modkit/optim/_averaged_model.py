@@ -12,7 +12,7 @@ from typing_extensions import TypeVar, override
 
 from modkit._messages import add_note
 from modkit._upstream import never_compiled
-from modkit.averaging.averages import Average, flat_buffers, has_flat_buffers, has_own_memory
+from modkit.averaging.averages import Average
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group
 from modkit.averaging.interrupts import uninterrupted
@@ -197,13 +197,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     def _copy_of(self, model: torch.nn.Module) -> ModelT_co:
         """Return a copy of the model, on the device and in the dtypes of the average."""
         options = self._runtime.options
-        # Functions of the user get the tensors one by one.
-        is_flat = has_flat_buffers(options.precision) and not isinstance(self._rule(), UserFunction)
-        # An object that is not a module is refused by ``deepcopy`` or by the first update, in
-        # torch's words.
-        stays = str(self._device) in {"None", "cpu"} and hasattr(model, "parameters")
-        copies = self._quick_copies(model) if is_flat and stays else {}
-        copy = cast("ModelT_co", copy_of(model, copies))
+        copy = cast("ModelT_co", copy_of(model))
 
         if self._device is not None:
             try:
@@ -220,36 +214,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
 
             cast("Any", copy)._apply(widened)
         return copy
-
-    def _quick_copies(self, model: torch.nn.Module) -> dict[int, Tensor]:
-        """Copy small parameters into flat buffers, and clone plain buffers.
-
-        Returns:
-            The copies by ``id`` of the original, as ``deepcopy`` takes them. Other tensors are left
-            to ``deepcopy``.
-        """
-        plain: dict[str, Tensor] = {}
-        for number, parameter in enumerate(model.parameters()):
-            if type(parameter) is torch.nn.Parameter:
-                plain[str(number)] = parameter
-        flats = flat_buffers(plain, self._runtime.options, as_parameters=True)
-        self._runtime.average.flats = flats
-
-        copies: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for flat in flats:
-                flat.fill(plain)
-                originals = [id(plain[name]) for name in flat.names]
-                copies.update(zip(originals, flat.tensors, strict=True))
-
-            # ``deepcopy`` of a tensor that shares its memory with no other takes ten times as long.
-            alone = [buffer for buffer in model.buffers() if has_own_memory(buffer)]
-            dense = [t for t in plain.values() if t.is_cpu and t.layout is torch.strided]
-            # A tensor that fills its storage may still be tied to another one.
-            pointers = list(map(Tensor.data_ptr, [*alone, *dense]))
-            if len(set(pointers)) == len(pointers):
-                copies.update((id(buffer), buffer.clone()) for buffer in alone)
-        return copies
 
     @override
     def update_parameters(self, model: torch.nn.Module) -> None:
@@ -296,10 +260,9 @@ class AveragedModel(_Base, Generic[ModelT_co]):
 
         with uninterrupted():
             # Functions of the user get the tensors one by one, or as lists.
-            flat = not isinstance(rule, UserFunction)
             alone = isinstance(rule, UserFunction) and rule.alone
-            key = id(self.module), self.use_buffers, flat, alone
-            plan = runtime.plans.get(model, key, lambda: self._plan(model, flat=flat, alone=alone))
+            key = id(self.module), self.use_buffers, alone
+            plan = runtime.plans.get(model, key, lambda: self._plan(model, alone=alone))
             if runtime.seeds is not None:
                 runtime.average.seed(runtime.seeds.next(counter))
 
@@ -339,8 +302,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         copies.run_traced()
         self.n_averaged.add_(1)
 
-    def _plan(self, model: torch.nn.Module, *, flat: bool, alone: bool) -> Plan:
-        """Pair the copy with a model, and group the pairs; ``flat`` uses the flat buffers."""
+    def _plan(self, model: torch.nn.Module, *, alone: bool) -> Plan:
+        """Pair the copy with a model, and group the pairs."""
         if NamedTensors(self.module).has_lazy() and not NamedTensors(model, self).has_lazy():
             # The copy was made before the model had got its shapes.
             self._runtime.options.check_globs(model)
@@ -352,11 +315,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         if self._runtime.options.precision == "compensated":
             average.errors = self._errors_for(averages)
 
-        # The averages are parameters of the copy, which the user may rename, move or replace.
-        average.expose()
-        names = {id(tensor): name for name, tensor in averages.items()}
-        for flat_buffer in average.flats:
-            flat_buffer.rename(names)
         return Plan(
             options=self._runtime.options,
             averages=[average],
@@ -364,7 +322,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             copies=copies,
             models=models,
             more=averages.values(),
-            flat=flat,
             alone=alone,
             buffers=self.use_buffers,
         )

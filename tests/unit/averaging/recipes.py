@@ -43,7 +43,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def layers(dtype: torch.dtype = torch.float32, count: int = 5) -> nn.Sequential:
-    """Return small layers of one shape, enough to share a flat buffer, with all elements 0."""
+    """Return small layers of one shape, with all elements 0."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count))).to(dtype)
     set_to(model, 0.0)
     return model

@@ -211,8 +211,8 @@ def reshape_buffer(ema: "modkit.EMA[Any]") -> None:
     ema.update()
 
 
-def flatten_elsewhere(ema: "modkit.EMA[Any]") -> None:
-    """Move the averages to shared memory, which ends the sharing of flat buffers."""
+def share_memory(ema: "modkit.EMA[Any]") -> None:
+    """Move the averages to shared memory."""
     for _, tensor in ema.named_averages():
         tensor.share_memory_()
 
@@ -224,7 +224,7 @@ EVENTS: dict[str, Callable[[Any], object]] = {
     "rebind": lambda ema: ema.rebind(),
     "there and back": there_and_back,
     "reshape a buffer": reshape_buffer,
-    "flatten elsewhere": flatten_elsewhere,
+    "share memory": share_memory,
 }
 
 
