@@ -51,9 +51,7 @@ def rows(total: int, ranks: int, rank: int) -> int:
 
 def bytes_of_average(dtype: torch.dtype, precision: Precision) -> int:
     """Return the bytes of one average of one parameter."""
-    kept = kept_dtype(dtype, precision)
-    parts = 2 if precision == "compensated" and kept == dtype else 1
-    return parts * kept.itemsize
+    return kept_dtype(dtype, precision).itemsize
 
 
 @dataclass(frozen=True)

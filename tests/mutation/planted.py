@@ -442,13 +442,6 @@ _AVERAGING: Final = [
         _EMA + "/test_posthoc_training.py",
     ),
     Bug(
-        "precision: the error terms of a copy",
-        "averaging/precision.py",
-        "    for error in errors:\n        error.zero_()\n",
-        "",
-        _EMA + "/test_ema_precision.py",
-    ),
-    Bug(
         "precision: a mean over the elements hides an overflow",
         "averaging/precision.py",
         "tensor.sum(dtype=torch.float32 if tensor.dtype == torch.float16 else None)",
@@ -482,13 +475,6 @@ _AVERAGING: Final = [
         'checked.integer("n_averaged", 0, counts["step"] - start + 1)',
         'checked.integer("n_averaged", 0, counts["step"])',
         _EMA + "/test_broken_states.py",
-    ),
-    Bug(
-        "precision: error terms that were gathered are not put back",
-        "averaging/precision.py",
-        "        scatter_(terms, rows[1])\n",
-        "",
-        _EMA + "/test_ema_precision.py",
     ),
     Bug(
         "precision: tensors with arithmetic of their own are gathered",
@@ -594,13 +580,6 @@ _AVERAGING: Final = [
         "            _check_not_meta(averaged)\n",
         "            pass\n",
         _EMA + "/test_devices.py",
-    ),
-    Bug(
-        "states: error terms of an averaged model",
-        "averaging/foreign_states.py",
-        "averages[name] = average.to(wide).add(error)",
-        "averages[name] = average.to(wide)",
-        _EMA + "/test_other_libraries.py",
     ),
     Bug(
         "dtypes: values that are too large for eight bits without infinity",

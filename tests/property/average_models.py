@@ -414,14 +414,12 @@ def tolerance(dtype: torch.dtype, precision: str, updates: int) -> float:
     """Return the largest error of an average of values up to 1, by the documented precision.
 
     Each update rounds to the dtype of the average, by up to half its eps, or by a whole eps where it
-    rounds at random. A low-order error term in bf16 or fp16 squares the eps; the arithmetic is in float32.
+    rounds at random.
     """
     eps = torch.finfo(dtype).eps
     narrow = dtype in (torch.bfloat16, torch.float16)
     if precision == "fp64":
         eps = torch.finfo(torch.float64).eps
-    elif precision == "compensated" and narrow:
-        eps = max(eps**2, SINGLE)
     elif narrow and precision == "fp32":
         eps = SINGLE
     elif narrow and precision == "stochastic":

@@ -45,16 +45,12 @@ def averaged_model(model: nn.Module) -> Any:
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 SHORT = '| `"fp32"`, `"same"` | float32 | 3e-6 | 5e-5 | 4e-4 |'
-EXACT = '| `"compensated"` | float32 | 1e-7 | 1e-7 | 1e-7 |'
-SPLIT = '| `"compensated"` | bf16 | 1e-3 | 1e-2 | 2e-1 |'
 NOISE = '| `"stochastic"` | bf16 | 1e-1 | 1e-1 | 1e-1 |'
 CASES = [
     Case("fp64", FLOAT32, ema("fp64"), '| `"fp64"` | float32 | 1e-13 | 1e-13 | 1e-13 |'),
     Case("fp32", FLOAT32, ema("fp32"), SHORT),
     Case("same", FLOAT32, ema("same"), SHORT),
-    Case("compensated", FLOAT32, ema("compensated"), EXACT),
     Case("fp32-bf16", BFLOAT16, ema("fp32"), '| `"fp32"` | bf16 | 3e-6 | 5e-5 | 4e-4 |'),
-    Case("compensated-bf16", BFLOAT16, ema("compensated"), SPLIT),
     Case("stochastic-bf16", BFLOAT16, ema("stochastic"), NOISE),
     Case("same-bf16", BFLOAT16, ema("same"), '| `"same"` | bf16 | 2e-1 | 2e-1 | 2e-1 |'),
     Case("AveragedModel-EMA", FLOAT32, averaged_model, "5e-5 with a decay of 0.9999"),

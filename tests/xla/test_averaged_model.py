@@ -38,7 +38,7 @@ each_rule = pytest.mark.parametrize("rule", RULES)
 # None: the count is in host memory, as in torch.
 each_place = pytest.mark.parametrize("place_of_count", [None, "xla"])
 OWN: dict[str, dict[str, Any]] = {
-    **{precision: {"precision": precision} for precision in ("fp32", "fp64", "compensated")},
+    **{precision: {"precision": precision} for precision in ("fp32", "fp64")},
     "stochastic": {"precision": "stochastic"},
     "skip": {"on_nonfinite": "skip"},
     "buffers": {"buffers": "average"},

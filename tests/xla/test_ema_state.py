@@ -59,13 +59,13 @@ def test_resume_on_the_other_device(
 ) -> None:
     """A state of the CPU continues on XLA, and the other way round."""
     first, second = (device if place == "xla" else "cpu" for place in places)
-    options = {"decay": 0.9, "precision": "compensated"}
+    options = {"decay": 0.9, "precision": "fp64"}
     expected, found = resumed(first, tmp_path, second, options, torch.float32)
 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("precision", ["same", "compensated"])
+@pytest.mark.parametrize("precision", ["same", "fp64"])
 def test_a_loaded_state_stays_intact(precision: str, device: torch.device) -> None:
     """Updates after loading a state of the device do not take its memory."""
     net, options = network(device), {"decay": 0.9, "precision": precision}

@@ -44,25 +44,22 @@ class AveragedCopy(Generic[ModelT]):
             if name in self._shared:
                 member.tensor.data = member.tensor.data.clone()
 
-    def refresh(
-        self, model: NamedTensors, averages: dict[str, Tensor], values: Mapping[str, Tensor]
-    ) -> None:
+    def refresh(self, model: NamedTensors, averages: dict[str, Tensor]) -> None:
         """Share the memory of averages that have the model's dtype and device, and copy the rest.
 
         Args:
             model: The model in training: dtypes, devices, and what is not averaged.
-            averages: The tensors that hold the averages.
-            values: The values of the averages, which may be other tensors.
+            averages: The averages by name.
         """
         shared: set[str] = set()
         for name, member in NamedTensors(self.module).all().items():
             tensor = member.tensor
             source = model.tensor(name)
             # The model may have been sharded since the copy was made.
-            value = shards_of(values.get(name, source), tensor)
+            value = shards_of(averages.get(name, source), tensor)
             place = source.dtype, source.device
 
-            # ``value`` is another tensor if it was computed, as the sum with an error term is.
+            # ``value`` is another tensor if it was sharded for this copy.
             is_average = value is averages.get(name) and not (
                 is_sharded(tensor) or is_wrapper(tensor)
             )

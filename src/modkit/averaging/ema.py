@@ -76,9 +76,7 @@ class EMA(Generic[ModelT_co]):
         precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
             :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for
             decays close to 1. ``"stochastic"`` rounds stochastically
-            (https://arxiv.org/abs/1502.02551, section 3.1); ``"compensated"`` adds a low-order
-            error term (Kahan, https://doi.org/10.1145/363707.363723), and 16-bit averages read as
-            their sum in float32.
+            (https://arxiv.org/abs/1502.02551, section 3.1).
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
@@ -481,7 +479,7 @@ class EMA(Generic[ModelT_co]):
             of the model's parameters and buffers, then copied buffers, then the statistics of
             :meth:`update_bn`. Averages have the shape of the parameter, and the dtype that
             ``precision`` or :meth:`to` gives them. They are not copied, so that a write changes the
-            average; only 16-bit averages with ``precision="compensated"`` are computed, in float32.
+            average.
 
         Raises:
             IndexError: If there is no average ``index``.
@@ -779,21 +777,21 @@ class EMA(Generic[ModelT_co]):
             if self._module is None:
                 self._module = AveragedCopy(self.averaged_model())
                 named = NamedTensors(self.model)
-                self._module.refresh(named, self._engine.tensors(0), self._engine.named(0))
+                self._module.refresh(named, self._engine.named(0))
         return self._module.module
 
     def _follow(self, *, always: bool = False) -> None:
         """Give the module, to which the user may have a reference, the memory of the averages."""
         if self._module is None:
             return
-        averages = self._engine.tensors(0)
+        averages = self._engine.named(0)
         if self._module.is_current(averages) and not always:
             return
 
         with torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
             if self._module.fits(named):
-                self._module.refresh(named, averages, self._engine.named(0))
+                self._module.refresh(named, averages)
             else:
                 # References to the copy keep its present values; the next access makes another one.
                 self._module.release()
@@ -827,8 +825,7 @@ class EMA(Generic[ModelT_co]):
             device: Device of the averages and of the copied buffers.
             dtype: Floating-point dtype of the averages, as wide as ``precision`` promises:
                 ``"fp32"`` refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or
-                fp16. An average with ``"compensated"`` reads in float32 then: it is the sum with
-                its error term.
+                fp16.
 
         Returns:
             The object itself.
@@ -873,7 +870,7 @@ class EMA(Generic[ModelT_co]):
               ``"update_after_step"``; ``"start"``, the step at which the average was a copy, or
               None;
             - ``"schedules"``: name and fields of each schedule;
-            - ``"averages"``: for each average its ``"tensors"``, error terms (``"rests"``), states
+            - ``"averages"``: for each average its ``"tensors"``, states
               of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
             - ``"buffers"``: the copied buffers;
             - ``"stepped"``: indices of the attached optimizers that have stepped in an unfinished

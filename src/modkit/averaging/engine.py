@@ -207,8 +207,7 @@ class Engine:
             index: Index of the average.
 
         Returns:
-            Tensors by name; none before the first step. They are not copied, except 16-bit averages
-            with error terms, which are added up in float32.
+            Tensors by name, which are not copied; none before the first step.
 
         Raises:
             TypeError, IndexError: If ``index`` is not that of an average.
@@ -217,28 +216,14 @@ class Engine:
         if not self.begun:
             return {}
         average = self.averages[index]
-        return {**average.values(), **self._copied(), **average.statistics}
+        return {**average.tensors, **self._copied(), **average.statistics}
 
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
-    def tensors(self, index: int) -> dict[str, Tensor]:
-        """Return the tensors of an average by name, without their error terms.
-
-        Args:
-            index: Index of the average, which was checked.
-
-        Returns:
-            Averages, copies and statistics; none before the first step.
-        """
-        if not self.begun:
-            return {}
-        average = self.averages[index]
-        return {**average.tensors, **self._copied(), **average.statistics}
-
     def names(self) -> dict[str, None]:
         """Return the names of what any average replaces in the model."""
-        return {name: None for index in range(len(self.averages)) for name in self.tensors(index)}
+        return {name: None for index in range(len(self.averages)) for name in self.named(index)}
 
     def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with the tensors of a model; the latest pairing is cached.

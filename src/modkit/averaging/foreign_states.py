@@ -67,8 +67,8 @@ _MARKS: Final = {
 }
 
 
-# The child of modkit's ``AveragedModel`` with the error terms of ``precision="compensated"``, under
-# names with ``/`` for a dot.
+# The child with error terms that ``AveragedModel`` of earlier versions has, under names with ``/``
+# for a dot.
 _ERROR_TERMS: Final = "compensation."
 
 
@@ -92,7 +92,7 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     if {"initted", "step"} <= keys and any(key.startswith("ema_model.") for key in keys):
         return "ema_pytorch"
 
-    # modkit's ``AveragedModel`` may have error terms beside the members of torch's.
+    # ``AveragedModel`` of earlier versions may have error terms beside the members of torch's.
     members = {key for key in keys if key != "n_averaged" and not key.startswith(_ERROR_TERMS)}
     if members and all(key.startswith("module.") for key in members):
         # timm's state is that of its copy of the model, without a counter.
@@ -156,16 +156,9 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
         case "torch" | "timm":
             models = checked.integer("n_averaged") if source == "torch" else None
-            averages = _below("module.", checked)
-            for key, error in _below(_ERROR_TERMS, checked).items():
-                name = key.replace("/", ".")
-                average = averages.get(name)
-                if average is None or average.shape != error.shape:
-                    raise invalid_state(f"{_ERROR_TERMS}{key} does not belong to an average")
-                # More bits than both have, so that an average with error terms loses nothing.
-                wide = torch.promote_types(average.dtype, torch.float64)
-                averages[name] = average.to(wide).add(error)
-            return Converted(source, averages, models)
+            terms = _below(_ERROR_TERMS, checked).items()
+            errors = {key.replace("/", "."): term for key, term in terms}
+            return Converted(source, added(_below("module.", checked), errors, source), models)
 
         case "weights":
             return Converted(source, _below("", checked))
@@ -176,6 +169,23 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
                 "the state is neither from modkit.EMA, nor from a supported library, nor are its "
                 f"names those of the model: it begins with {begins_with}"
             )
+
+
+def added(
+    averages: dict[str, Tensor], errors: Mapping[str, Tensor], source: str
+) -> dict[str, Tensor]:
+    """Return averages with the error terms that earlier versions kept beside them."""
+    sums = dict(averages)
+    for name, error in errors.items():
+        average = averages.get(name)
+        if average is None or average.shape != error.shape:
+            raise invalid_state(
+                f"the error term {name!r} of {source} does not belong to an average"
+            )
+        # More bits than both have, so that the sum loses nothing.
+        wide = torch.promote_types(average.dtype, torch.float64)
+        sums[name] = average.to(wide).add(error)
+    return sums
 
 
 def _decay(checked: CheckedMapping, kind: type[Schedule], names: Iterable[str]) -> Schedule:

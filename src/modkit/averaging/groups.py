@@ -1,7 +1,7 @@
 """Groups of tensors that the kernels take together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +19,12 @@ class Group:
     Attributes:
         owners: The averages that the group is a part of, several with several decays.
         averages: The averaged tensors, in a list for each owner.
-        errors: Their error terms, in a list for each owner; empty lists without error terms.
         currents: The tensors of the model, in the order of each of these lists.
         has_average: Whether the averages are floating-point or complex: integers have no average.
     """
 
     owners: Sequence[Average]
     averages: list[list[Tensor]]
-    errors: list[list[Tensor]]
     currents: list[Tensor] = field(default_factory=list)
     has_average: bool = True
 
@@ -41,7 +39,6 @@ class Group:
         return cls(
             owners,
             averages=[[] for _ in owners],
-            errors=[[] for _ in owners],
             has_average=precision.is_averaged(average),
         )
 
@@ -56,10 +53,8 @@ class Group:
         is_local = is_sharded_alike(self.owners[0].tensors[name], current)
         part: Callable[[Tensor], Tensor] = local_shard if is_local else Tensor.detach
         self.currents.append(part(current))
-        for owner, tensors, errors in zip(self.owners, self.averages, self.errors, strict=True):
+        for owner, tensors in zip(self.owners, self.averages, strict=True):
             tensors.append(part(owner.tensors[name]))
-            if name in owner.errors:
-                errors.append(part(owner.errors[name]))
 
     def parts(self) -> Iterator[tuple["Group", "Group"]]:
         """Cut the group into groups of a bounded number of elements.
@@ -73,23 +68,15 @@ class Group:
             yield self._with(lists), self._with(precision.gathered(*lists))
 
     def take(self, gathered: "Group") -> None:
-        """Take the averages and error terms of the group that :meth:`parts` has gathered."""
+        """Take the averages of the group that :meth:`parts` has gathered."""
         for tensors, source in zip(self._lists()[:-1], gathered._lists()[:-1], strict=True):
             precision.scatter_(tensors, source)
 
     def _lists(self) -> list[list[Tensor]]:
-        # The lists are parallel, so empty lists of error terms are left out.
-        return [*self.averages, *(terms for terms in self.errors if terms), self.currents]
+        return [*self.averages, self.currents]
 
     def _with(self, lists: Sequence[list[Tensor]]) -> "Group":
-        count = len(self.owners)
-        return Group(
-            self.owners,
-            averages=list(lists[:count]),
-            errors=list(lists[count:-1]) or [[] for _ in self.owners],
-            currents=lists[-1],
-            has_average=self.has_average,
-        )
+        return replace(self, averages=list(lists[:-1]), currents=lists[-1])
 
 
 def grouped(owners: Sequence[Average], currents: Tensors, *, alone: bool = False) -> list[Group]:
@@ -107,9 +94,8 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, alone: bool = False
     first = owners[0]
     for name, current in currents.items():
         average = first.tensors[name]
-        has_error = name in first.errors
         key: tuple[Any, ...] = (
-            *(average.device, average.dtype, current.device, current.dtype, has_error),
+            *(average.device, average.dtype, current.device, current.dtype),
             # Subclasses may have arithmetic of their own, or no kernels for lists.
             *(_kind(average), _kind(current), name if alone else None),
             is_sharded_alike(average, current),

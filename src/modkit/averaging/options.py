@@ -94,8 +94,8 @@ class EMAOptions(TypedDict, total=False):
         update_after_step: Number of updates to ignore before the parameters are copied. Default: 0.
         update_every: Average once every ``update_every`` updates, with the decays of that many
             steps multiplied. Default: 1.
-        precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, ``"stochastic"`` or
-            ``"compensated"``. Default: ``"fp32"``.
+        precision: ``"fp32"``, ``"fp64"``, ``"same"`` as the parameter, or ``"stochastic"``.
+            Default: ``"fp32"``.
         device: Device of the averages. Default: None, that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` for floating-point buffers, or a dict
             from globs of names to one of the three. Default: ``"copy"``.
@@ -291,7 +291,7 @@ class Options:
         Raises:
             ValueError: If it has fewer bits.
         """
-        # The others keep the dtype of the parameter, or have error terms for what is lost.
+        # The others keep the dtype of the parameter.
         if self.precision not in ("fp32", "fp64"):
             return
 
@@ -300,7 +300,7 @@ class Options:
             raise ValueError(
                 f"{problem} {dtype}, but precision={self.precision!r} keeps averages in {least} or "
                 "wider: in fewer bits updates are rounded away. For averages in bf16 or fp16 use "
-                f"precision='stochastic' or 'compensated'. {remedy}"
+                f"precision='stochastic'. {remedy}"
             )
 
     def chooses(self, member: Member, averaged: Iterable[str] = ()) -> bool:

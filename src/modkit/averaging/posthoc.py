@@ -503,7 +503,7 @@ class PostHocEMA:
     def _averages(self) -> list[dict[str, Tensor]]:
         """Return the tensors of each average by name; an empty list before the first update."""
         averages = self._ema._engine.averages if self._ema.n_averaged else []
-        return [dict(average.values()) for average in averages]
+        return [dict(average.tensors) for average in averages]
 
     def update(self) -> None:
         """Count a step of training, update the averages, and save snapshots if they are due.

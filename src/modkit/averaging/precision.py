@@ -10,7 +10,6 @@ same            in the dtype of the parameter
 fp32            in float32 or wider (float64 stays)
 fp64            in float64
 stochastic      in the dtype of the parameter, with stochastic rounding (bf16, fp16; others as fp32)
-compensated     in the dtype of the parameter, with a low-order error term (Kahan compensation)
 =============== ====================================================================================
 
 8-bit floating-point dtypes have no arithmetic, so their averages are in float32 or float64.
@@ -39,7 +38,7 @@ from modkit._upstream import (
 from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
 
 
-Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic", "compensated"]
+Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic"]
 OnNonfinite: TypeAlias = Literal["ignore", "skip", "raise"]
 TensorList: TypeAlias = tuple[Tensor, ...] | list[Tensor]
 Weight: TypeAlias = Tensor | float
@@ -81,21 +80,8 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     if dtype.is_floating_point and dtype.itemsize == 1:
         # These dtypes have no arithmetic.
         return wide
-    stays = {"stochastic": dtype in _ROUNDED, "compensated": dtype != torch.complex32}
-    return dtype if stays.get(precision, precision == "same") else torch.promote_types(dtype, wide)
-
-
-def copy_(averages: list[Tensor], errors: list[Tensor], currents: list[Tensor]) -> None:
-    """Copy the current values, across dtypes and devices.
-
-    Args:
-        averages: The averages, which are written.
-        errors: Their error terms, which become zero; an empty list if there are none.
-        currents: The current values.
-    """
-    copy_all_(averages, currents)
-    for error in errors:
-        error.zero_()
+    stays = precision == "same" or (precision == "stochastic" and dtype in _ROUNDED)
+    return dtype if stays else torch.promote_types(dtype, wide)
 
 
 def lerp_(
@@ -295,57 +281,6 @@ def stochastic_(
 def is_rounded(dtype: torch.dtype) -> bool:
     """Return True for the dtypes that stochastic rounding is implemented for."""
     return dtype in _ROUNDED
-
-
-def compensated_(
-    averages: list[Tensor], errors: list[Tensor], currents: list[Tensor], weight: Weight
-) -> None:
-    """Move averages with error terms, in place, by Kahan's compensated summation.
-
-    The error term holds what rounding has lost so far, and is added to the next step before that is
-    rounded. See https://doi.org/10.1145/363707.363723.
-
-    Args:
-        averages: Averages of any floating-point dtype.
-        errors: Their error terms, of the same dtypes.
-        currents: Current values, of any dtype and device.
-        weight: How far each average moves.
-    """
-    for tensors, terms, sources in parts(averages, errors, currents):
-        rows = gathered(tensors, terms, sources)
-        for average, error, source in zip(*rows, strict=True):
-            current = source.to(average.device)
-            if average.dtype in _ROUNDED:
-                # float32 holds both terms, so their sum needs no compensation of its own.
-                wide = average.float().add_(error)
-                lerp_one_(wide, current, weight)
-                average.copy_(wide)
-                error.copy_(wide.sub_(average))
-                continue
-
-            # The step from ``average + error`` and the error term are one small number, whose
-            # rounding matters least; what the sum then loses of it is the next error term.
-            step = (current.to(average.dtype) - average).sub_(error).mul_(weight).add_(error)
-            total = average + step
-            error.copy_(step.sub_(total - average))
-            average.copy_(total)
-        scatter_(tensors, rows[0])
-        scatter_(terms, rows[1])
-
-
-def full_value(average: Tensor, error: Tensor | None) -> Tensor:
-    """Return the value of an average.
-
-    Args:
-        average: The average.
-        error: Its error term, or None.
-
-    Returns:
-        The average itself; the sum of both in float32 for a 16-bit average with an error term.
-    """
-    if error is None or average.dtype not in _ROUNDED:
-        return average
-    return average.float().add_(error)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
 from typing_extensions import override
 
-from modkit._upstream import foreach_devices
+from modkit._upstream import copy_all_, foreach_devices
 from modkit.averaging import precision
 from modkit.averaging.groups import Group
 from modkit.averaging.precision import Weight, where_
@@ -71,7 +71,7 @@ class Rule(ABC):
             later = torch.as_tensor(finite, device=device)
 
         for cut, part in group.parts() if self.can_be_cut else [(group, group)]:
-            tensors = [*chain.from_iterable(part.averages), *chain.from_iterable(part.errors)]
+            tensors = [*chain.from_iterable(part.averages)]
             before = [tensor.detach().clone() for tensor in tensors]
             self.step(part, count)
             where_(~later, tensors, before)
@@ -79,8 +79,6 @@ class Rule(ABC):
             if first is not None:
                 for averages in part.averages:
                     where_(first, averages, part.currents)
-                for error in chain.from_iterable(part.errors):
-                    error.masked_fill_(first, 0)
             cut.take(part)
 
 
@@ -214,22 +212,18 @@ def _call(function: Callable[..., None], group: Group, count: Count) -> None:
 
 def copy(group: Group) -> None:
     """Copy the current values of a group."""
-    for averages, errors in zip(group.averages, group.errors, strict=True):
-        precision.copy_(averages, errors, group.currents)
+    for averages in group.averages:
+        copy_all_(averages, group.currents)
 
 
 def _move(group: Group, weights: Sequence[Weight]) -> None:
     """Move each average by its weight towards the current values, in its precision."""
     lerped: list[list[Tensor]] = []
     lerp_weights: list[Weight] = []
-    for owner, averages, errors, weight in zip(
-        group.owners, group.averages, group.errors, weights, strict=True
-    ):
+    for owner, averages, weight in zip(group.owners, group.averages, weights, strict=True):
         if isinstance(weight, float) and weight == 1.0:
             # A lerp from an infinite average would be NaN.
-            precision.copy_(averages, errors, group.currents)
-        elif errors:
-            precision.compensated_(averages, errors, group.currents, weight)
+            copy_all_(averages, group.currents)
         elif owner.options.precision == "stochastic" and precision.is_rounded(averages[0].dtype):
             generator = owner.generator(averages[0].device)
             precision.stochastic_(averages, group.currents, weight, generator)

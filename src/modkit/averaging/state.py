@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import schedules as decays
-from modkit.averaging.foreign_states import Converted, State, convert
+from modkit.averaging.foreign_states import Converted, State, added, convert
 from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
@@ -67,7 +67,7 @@ class LoadedState:
 
 
 def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a state holds of an average without error terms and random generators.
+    """Return what a state holds of an average without random generators.
 
     Args:
         tensors: The averages by name.
@@ -75,7 +75,7 @@ def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     Returns:
         A dict like :meth:`Average.state_dict`.
     """
-    return {"tensors": tensors, "rests": {}, "generators": {}}
+    return {"tensors": tensors, "generators": {}}
 
 
 def read(
@@ -250,19 +250,13 @@ def _schedule(checked: CheckedMapping, current: Schedule) -> Schedule:
 
 
 def _average(checked: CheckedMapping) -> dict[str, Any]:
-    """Return what a state holds of an average; error terms must belong to averages."""
-    checked.require(("tensors", "rests", "generators"))
+    """Return what a state holds of an average."""
+    checked.require(("tensors", "generators"))
     tensors = checked.inside("tensors").tensors(AVERAGE)
-    rests = checked.inside("rests")
-    for key, value in rests.tensors(AVERAGE).items():
-        if key not in tensors:
-            rests.refuse(key, "absent, as there is no average of this name")
-        if value.shape != tensors[key].shape:
-            rests.refuse(key, f"of shape {tuple(tensors[key].shape)}, that of the average")
-
+    # Earlier versions kept what rounding had lost of an average beside it.
+    rests = checked.inside("rests").tensors(AVERAGE) if "rests" in checked.values else {}
     average = {
-        "tensors": tensors,
-        "rests": dict(rests.values),
+        "tensors": added(tensors, rests, checked.path),
         "generators": _generators(checked.inside("generators")),
     }
     # Only states that were saved after ``update_bn`` have the entry.
@@ -414,10 +408,9 @@ def _check_statistics(statistics: Mapping[str, Tensor], members: NamedTensors) -
 def _check_finite(averages: list[Mapping[str, Any]], on_nonfinite: str) -> None:
     """Raise ValueError, with the path in the state, if a value is not finite."""
     tensors = {
-        f"averages[{index}][{key!r}][{name!r}]": tensor
+        f"averages[{index}]['tensors'][{name!r}]": tensor
         for index, average in enumerate(averages)
-        for key in ("tensors", "rests")
-        for name, tensor in average[key].items()
+        for name, tensor in average["tensors"].items()
     }
 
     # One test of all tensors, in which all ranks of a sharded model take part.

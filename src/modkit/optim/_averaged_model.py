@@ -1,6 +1,5 @@
 """``AveragedModel``: torch's face of the averaging engine."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Generic, cast
@@ -72,15 +71,13 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     except with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in
     host memory. The model may be lazy, may have another dtype than the average, and may hold
     results of autograd or its own average. With the averaging functions of this module, an average
-    can be pickled. On CPU, small averages share memory, so their storages cannot be resized.
-    ``AveragedModel[Net].module`` is a ``Net``.
+    can be pickled. ``AveragedModel[Net].module`` is a ``Net``.
 
     Keyword Args:
         precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays
             close to 1. ``"fp32"`` and ``"fp64"`` keep the average in at least that precision; an
             update after it was cast to fewer bits is refused. ``"stochastic"`` rounds
-            stochastically; ``"compensated"`` keeps low-order error terms in the child module
-            ``compensation``. The averaged model computes in the dtype of the average.
+            stochastically. The averaged model computes in the dtype of the average.
         on_nonfinite: ``"ignore"`` averages infinite and NaN weights, ``"skip"`` skips the update,
             ``"raise"`` raises. A skipped update counts only if ``n_averaged`` is in host memory and
             the model on an accelerator.
@@ -124,7 +121,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     avg_fn: AvgFn | None
     multi_avg_fn: MultiAvgFn | None
     use_buffers: bool
-    compensation: Module
     _device: int | torch.device | None = None
 
     def __init__(
@@ -169,30 +165,20 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         self.avg_fn = avg_fn
         self.multi_avg_fn = multi_avg_fn
         self.use_buffers = use_buffers
-        has_function = isinstance(self._rule(), UserFunction)
-        if precision in {"stochastic", "compensated"} and has_function:
+        if precision == "stochastic" and isinstance(self._rule(), UserFunction):
             raise ValueError(
-                f"AveragedModel: precision={precision!r} works with get_ema_multi_avg_fn(), "
+                "AveragedModel: precision='stochastic' works with get_ema_multi_avg_fn(), "
                 "get_swa_multi_avg_fn() or no averaging function"
             )
         # Tensors that are made in inference mode could never be updated outside of it.
         with torch.inference_mode(False):
             self.module = self._copy_of(model)
             self.register_buffer("n_averaged", torch.tensor(0, dtype=torch.long, device=device))
-            if precision == "compensated":
-                self._add_compensation()
 
     @cached_property
     def _runtime(self) -> "_Runtime":
         """The options of torch's class, where a subclass sets its attributes by itself."""
         return _Runtime(Options(copy_rest=True, integers=True, owner="AveragedModel"))
-
-    def _add_compensation(self) -> None:
-        """Add the child module of the error terms; those of a lazy model are made with its plan."""
-        self.compensation = Module()
-        named = NamedTensors(self.module)
-        if not named.has_lazy():
-            self._errors_for({name: member.tensor for name, member in named.all().items()})
 
     def _copy_of(self, model: torch.nn.Module) -> ModelT_co:
         """Return a copy of the model, on the device and in the dtypes of the average."""
@@ -283,8 +269,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         """Take a step in operations that can be compiled: nothing reads the count."""
         averages, currents, copies, _ = self._paired(model)
         average = self._runtime.average
-        is_compensated = self._runtime.options.precision == "compensated"
-        errors = self._errors_for(averages) if is_compensated else {}
         rule = self._rule()
 
         # One group per tensor: the compiler fuses operations by itself.
@@ -293,7 +277,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
                 group = Group(
                     [average],
                     averages=[[averages[name]]],
-                    errors=[[errors[name]] if name in errors else []],
                     currents=[current.detach()],
                     has_average=is_averaged(averages[name]),
                 )
@@ -312,9 +295,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
 
         average = self._runtime.average
         average.tensors = averages
-        if self._runtime.options.precision == "compensated":
-            average.errors = self._errors_for(averages)
-
         return Plan(
             options=self._runtime.options,
             averages=[average],
@@ -387,26 +367,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         same_shape: bool = member.tensor.shape == source.tensor.shape
         return has_average and same_shape
 
-    def _errors_for(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the error terms of averages; those of new or moved averages start at zero.
-
-        They are buffers of ``compensation``, named with ``/`` for a dot, which names may not
-        contain.
-        """
-        terms: dict[str, Tensor] = {}
-        for name, tensor in averages.items():
-            key = name.replace(".", "/")
-            term = self.compensation._buffers.get(key)
-            fits = term is not None and (term.shape, term.device) == (tensor.shape, tensor.device)
-
-            if is_averaged(tensor) and not fits:
-                with torch.inference_mode(False), torch.no_grad():
-                    term = torch.zeros_like(tensor, requires_grad=False)
-                    self.compensation.register_buffer(key, term)
-            if term is not None:
-                terms[name] = term
-        return terms
-
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers under the names of the model without wrappers.
 
@@ -437,8 +397,8 @@ class _Runtime:
         self.frozen = frozen
         self.average = Average(options)
         self.plans: Cache[Plan] = Cache()
-        # These precisions have kernels for a step by a weight only.
-        self.default_rule = Swa(by_weight=options.precision in {"stochastic", "compensated"})
+        # Stochastic rounding has kernels for a step by a weight only.
+        self.default_rule = Swa(by_weight=options.precision == "stochastic")
         # A generator cannot be traced, and neither can a step that depends on the values. Such
         # updates are a graph break in compiled code.
         self.can_be_traced = options.precision != "stochastic" and options.on_nonfinite == "ignore"

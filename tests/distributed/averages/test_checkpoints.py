@@ -36,7 +36,6 @@ from tests.distributed.launcher import run
 KINDS: dict[str, dict[str, Any]] = {
     "one": {"decay": 0.9},
     "several, kept on the host": {"decay": [0.5, 0.9], "device": "cpu"},
-    "in two numbers": {"decay": 0.9, "precision": "compensated"},
     "rounded at random": {"decay": 0.9, "precision": "stochastic"},
     "the mean": {"schedule": schedules.Equal()},
 }

@@ -39,10 +39,8 @@ BF16, FP32 = torch.bfloat16, torch.float32
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (FP32, {"decay": 0.9}),
     "fp64": (FP32, {"decay": 0.9, "precision": "fp64"}),
-    "compensated": (FP32, {"decay": 0.9, "precision": "compensated"}),
     "bf16 in fp32": (BF16, {"decay": 0.9}),
     "bf16 as it is": (BF16, {"decay": 0.9, "precision": "same"}),
-    "bf16 compensated": (BF16, {"decay": 0.9, "precision": "compensated"}),
     "several": (FP32, {"decay": [0.5, 0.9, 0.99]}),
     "swa": (FP32, {"schedule": schedules.Equal()}),
     "every other": (FP32, {"decay": 0.9, "update_every": 2}),
@@ -53,7 +51,7 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 # Those that a run of all tests looks at; `nox -s distributed` takes each of them.
-SHORT = ["fp32", "bf16 compensated", "several", "cpu"]
+SHORT = ["fp32", "bf16 in fp32", "several", "cpu"]
 
 
 def average_kinds(kinds: list[str]) -> dict[str, list[str]]:

@@ -100,7 +100,7 @@ def run_sharded(rank, folder, port, options) -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "save_distributed_checkpoint"), [("compensated", True), ("fp32", False)]
+    ("precision", "save_distributed_checkpoint"), [("fp64", True), ("fp32", False)]
 )
 def test_a_model_that_is_split_up(precision, save_distributed_checkpoint, tmp_path) -> None:
     """Validation sees the average, and a run resumes with every bit, from files of either kind."""

@@ -92,7 +92,7 @@ def test_updates_add_one_graph_break_and_no_frames(kind: Any) -> None:
         ("update", {}),
         ("update", {"update_every": 2}),
         ("attach", {"update_every": 2}),
-        ("attach", {"precision": "compensated"}),
+        ("attach", {"precision": "fp64"}),
     ],
 )
 def test_an_update_in_a_compiled_training_step_has_the_values_of_eager_code(

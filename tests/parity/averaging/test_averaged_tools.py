@@ -67,7 +67,7 @@ def test_update_of_a_compiled_caller(rule: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"precision": "compensated"},
+        {"precision": "fp64"},
         {"precision": "stochastic"},
         {"precision": "fp32", "on_nonfinite": "skip"},
     ],

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import modkit
 
 
-PRECISIONS = ["same", "fp32", "fp64", "stochastic", "compensated"]
+PRECISIONS = ["same", "fp32", "fp64", "stochastic"]
 
 
 def model_of(value: Any, dtype: torch.dtype = torch.float32) -> nn.Module:

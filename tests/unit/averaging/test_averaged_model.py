@@ -119,7 +119,7 @@ def test_trainable_only_is_about_the_model_when_it_is_copied(copied: Callable[[A
         assert value.eq(4.0 if name.startswith("0.") else 2.0).all()
 
 
-@pytest.mark.parametrize("precision", ["stochastic", "compensated"])
+@pytest.mark.parametrize("precision", ["stochastic", "fp64"])
 def test_a_lazy_model(precision: Any) -> None:
     """A model may get its shapes after it was copied."""
     model = nn.Sequential(nn.LazyLinear(2))
@@ -147,7 +147,7 @@ def test_a_count_made_in_inference_mode_seeds_each_step() -> None:
     assert all(torch.equal(weights(first)[name], value) for name, value in weights(other).items())
 
 
-@for_each("precision", ["stochastic", "compensated"])
+@for_each("precision", ["stochastic", "same"])
 @for_each("size", [1, 3])
 def test_a_replaced_layer(precision: Any, size: int) -> None:
     """A layer of another shape, on both sides, is averaged from there on, and so are the others."""

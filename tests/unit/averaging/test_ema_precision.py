@@ -23,7 +23,7 @@ from tests.unit.averaging.recipes import (
 
 
 @for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
-@for_each("precision", ["fp32", "fp64", "stochastic", "compensated"])
+@for_each("precision", ["fp32", "fp64", "stochastic"])
 def test_sixteen_bits_arrive(precision, dtype) -> None:
     """From 1 to 2 with decay 0.999, 1,500 steps come within a thousandth of the formula."""
     model = model_of(torch.ones(4096), dtype)
@@ -53,7 +53,6 @@ def near_one(face: str, model: Any, precision: Any) -> tuple[Callable[[], object
 @pytest.mark.parametrize(
     ("face", "precision", "error"),
     [
-        ("EMA", "compensated", 1e-2),
         ("EMA", "fp64", 1e-9),
         ("EMA", "fp32", None),
         ("AveragedModel", "fp64", 1e-9),
@@ -132,12 +131,12 @@ def test_random_rounding_depends_on_the_seed_alone() -> None:
 @for_each(
     ("dtype", "kept"),
     [
-        (torch.bfloat16, ["bfloat16", "float32", "float64", "bfloat16", "bfloat16"]),
-        (torch.float32, ["float32", "float32", "float64", "float32", "float32"]),
-        (torch.float64, ["float64", "float64", "float64", "float64", "float64"]),
-        (torch.complex64, ["complex64", "complex64", "complex128", "complex64", "complex64"]),
-        (torch.float8_e5m2, ["float32", "float32", "float64", "float32", "float32"]),
-        (torch.int32, ["int32"] * 5),
+        (torch.bfloat16, ["bfloat16", "float32", "float64", "bfloat16"]),
+        (torch.float32, ["float32", "float32", "float64", "float32"]),
+        (torch.float64, ["float64", "float64", "float64", "float64"]),
+        (torch.complex64, ["complex64", "complex64", "complex128", "complex64"]),
+        (torch.float8_e5m2, ["float32", "float32", "float64", "float32"]),
+        (torch.int32, ["int32"] * 4),
     ],
     ids=str,
 )
@@ -196,7 +195,6 @@ def test_many_tensors_on_an_accelerator(precision: Any, monkeypatch: pytest.Monk
     expected = run()
     as_accelerator(monkeypatch)
     assert freeze(run()[0]["tensors"]) == freeze(expected[0]["tensors"])
-    assert freeze(run()[0]["rests"]) == freeze(expected[0]["rests"])
 
 
 @for_each("accelerator", [False, True])
@@ -238,16 +236,3 @@ def test_random_numbers_for_xla_are_from_the_host() -> None:
     (average,) = modkit.EMA(model_of([1.0]), precision="stochastic")._engine.averages
 
     assert average.generator(torch.device("xla")).device.type == "cpu"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_a_decay_of_zero_drops_the_error_terms(dtype) -> None:
-    """An update that copies the weights leaves nothing of the average before it."""
-    model = model_of([1.0], dtype)
-    ema = modkit.EMA(model, lambda n: 0.0 if n == 3 else 0.9, precision="compensated")
-    for value in (1.0, 2.0, 2.0, 4.0):
-        set_to(model, value)
-        ema.update()
-
-    assert averaged(ema).item() == 4.0
-    assert [error.item() for error in ema.state_dict()["averages"][0]["rests"].values()] == [0.0]

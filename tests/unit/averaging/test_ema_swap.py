@@ -89,7 +89,7 @@ def moved(model: nn.Module, change: float) -> None:
             tensor.add_(change)
 
 
-@for_each("precision", ["fp32", "fp64", "same", "compensated"])
+@for_each("precision", ["fp32", "fp64", "same"])
 def test_tensors_that_wrap_others_are_swapped(precision) -> None:
     """`tensor.data = ...` would leave what they wrap, so the block would see the training weights."""
     model = wrapping()
@@ -756,7 +756,7 @@ def test_a_state_with_a_sparse_buffer_is_loaded(kind) -> None:
         ema.load_state_dict(
             {
                 **inside,
-                "averages": [{"tensors": {"weight": unusual(kind)}, "rests": {}, "generators": {}}],
+                "averages": [{"tensors": {"weight": unusual(kind)}, "generators": {}}],
             }
         )
 

@@ -21,7 +21,6 @@ KINDS = {
     "one": {"decay": 0.9},
     "several": {"decay": [0.5, 0.9]},
     "rounded": {"decay": 0.9, "precision": "stochastic"},
-    "compensated": {"decay": 0.9, "precision": "compensated"},
     "per update": {"schedule": schedules.PerUpdate(schedules.Equal())},
     "chosen": {"decay": 0.9, "include": "0.*", "buffers": "ignore"},
 }

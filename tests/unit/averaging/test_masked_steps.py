@@ -135,7 +135,7 @@ def test_averaged_model(
     rule: str, precision: Any, use_buffers: bool, dtype: torch.dtype, monkeypatch
 ) -> None:
     """Every rule and precision is bitwise that of the CPU path, stochastic rounding included."""
-    if precision in {"stochastic", "compensated"} and (rule == "own" or rule.startswith("avg_fn")):
+    if precision == "stochastic" and (rule == "own" or rule.startswith("avg_fn")):
         with pytest.raises(ValueError, match="works with"):
             run_averaged_model(dtype, rule, precision=precision)
         return
@@ -170,7 +170,6 @@ KEPT = [
     ("fp32", torch.bfloat16),
     ("fp64", torch.float32),
     ("stochastic", torch.bfloat16),
-    ("compensated", torch.bfloat16),
 ]
 
 
@@ -259,7 +258,6 @@ def after(ema: "modkit.EMA[Any]", values: list[float], every: int) -> "modkit.EM
         ("same", torch.float32),
         ("fp32", torch.complex64),
         ("fp64", torch.bfloat16),
-        ("compensated", torch.bfloat16),
         ("stochastic", torch.bfloat16),
     ],
 )
