@@ -16,7 +16,7 @@ from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import canonical_name, canonical_names
 from modkit.averaging.precision import compact
-from modkit.averaging.sharding import is_sharded, whole_tensor
+from modkit.averaging.sharding import check_not_partitioned, is_sharded, whole_tensor
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
@@ -135,7 +135,9 @@ class _Contents:
                 "weights. Call update() first, or load a state; with update_after_step the average "
                 "starts later"
             )
-        members = NamedTensors(ema.model).all()
+        named = NamedTensors(ema.model)
+        check_not_partitioned("export_average", named.modules)
+        members = named.all()
         average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
 
         state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)

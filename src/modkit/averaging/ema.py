@@ -94,8 +94,8 @@ class EMA(Generic[ModelT_co]):
             its 16-bit averages are rounded with noise of the host, which reads them at each update.
 
     Raises:
-        TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel`` (FSDP1),
-            which flattens parameters (use ``fully_shard``); if a number of steps is not an int, a
+        TypeError: If ``model`` is not a module, or is sharded by ``FullyShardedDataParallel``
+            (FSDP1: use ``fully_shard``) or DeepSpeed ZeRO-3; if a number of steps is not an int, a
             decay is not a number, a schedule or a function, names are neither globs nor a
             predicate, or ``buffers`` is neither a policy nor a dict.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay
@@ -321,7 +321,7 @@ class EMA(Generic[ModelT_co]):
                 fewer.
 
         Raises:
-            TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
+            TypeError: If ``model`` is not a module, or is sharded by FSDP1 or DeepSpeed ZeRO-3.
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
@@ -378,7 +378,7 @@ class EMA(Generic[ModelT_co]):
         :attr:`n_averaged` stay; statistics of :meth:`update_bn` are dropped.
 
         Raises:
-            TypeError: If the model contains ``FullyShardedDataParallel`` now.
+            TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
                 uninitialized (lazy) or on the meta device; if torch has no kernels for the layout

@@ -17,8 +17,8 @@ from modkit.averaging.options import Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
-    MSG_FLATTENED,
-    is_flattened,
+    check_not_flattened,
+    check_not_partitioned,
     local_shard,
     reshard,
     shards_of,
@@ -69,14 +69,15 @@ class Engine:
         averages: The averages, in the order of the schedules.
 
     Raises:
-        TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
+        TypeError: If ``model`` is not a module, or is sharded by FSDP1 or DeepSpeed ZeRO-3.
         ValueError: If the options select no parameter, or a glob matches no name.
     """
 
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         check_model(model)
         named = NamedTensors(model)
-        check_not_flattened(named)
+        check_not_flattened("EMA", named.modules)
+        check_not_partitioned("EMA", named.modules)
         options.check_selection(model, named)
 
         self.model = model
@@ -103,7 +104,7 @@ class Engine:
             only, and reading that flag would be a host sync, so then it is True.
 
         Raises:
-            TypeError: If ``model`` is not a module, or contains ``FullyShardedDataParallel``.
+            TypeError: If ``model`` is not a module, or is sharded by FSDP1 or DeepSpeed ZeRO-3.
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If a tensor has no values, no kernels, or, with ``on_nonfinite="raise"``,
                 is not finite.
@@ -122,7 +123,8 @@ class Engine:
         check_model(model)
         like = None if model is self.model else NamedTensors(self.model)
         named = NamedTensors(model, like=like)
-        check_not_flattened(named)
+        check_not_flattened("EMA", named.modules)
+        check_not_partitioned("EMA", named.modules)
         return named
 
     def _plan(self, model: torch.nn.Module) -> Plan:
@@ -236,7 +238,7 @@ class Engine:
             The pairing.
 
         Raises:
-            TypeError: If ``model`` is not a module, contains ``FullyShardedDataParallel``, or
+            TypeError: If ``model`` is not a module, is sharded by FSDP1 or DeepSpeed ZeRO-3, or
                 ``index`` is not an int.
             IndexError: If there is no average ``index``.
             NameMismatchError: If names or shapes do not match.
@@ -316,7 +318,7 @@ class Engine:
         """Take in parameters that the model has got, and drop those that it has lost.
 
         Raises:
-            TypeError: If the model contains ``FullyShardedDataParallel`` now.
+            TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
             RuntimeError: If a tensor has no values or no kernels, or a new one is not finite unless
                 ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
@@ -443,12 +445,6 @@ def check_model(model: object) -> None:
             f"EMA: model must be a torch.nn.Module, got {type(model).__name__}. Pass the "
             "model, not parameters: EMA averages by name and swaps them itself."
         )
-
-
-def check_not_flattened(named: NamedTensors) -> None:
-    """Raise TypeError if a model is sharded by ``FullyShardedDataParallel``."""
-    if is_flattened(named.modules):
-        raise TypeError(f"EMA: {MSG_FLATTENED}. Nothing has been changed.")
 
 
 def _check_any(averaged: Tensors) -> None:

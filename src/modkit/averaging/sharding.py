@@ -42,6 +42,11 @@ MSG_FLATTENED: Final = (
     "FullyShardedDataParallel flattens parameters, so they cannot be averaged by name. Shard the "
     "model with torch.distributed.fsdp.fully_shard"
 )
+_MSG_PARTITIONED: Final = (
+    "DeepSpeed ZeRO-3 partitions parameters, which are empty between steps, so they cannot be "
+    "averaged. Use ZeRO-1 or ZeRO-2, with EMA.update() after engine.step(), or shard the model "
+    "with torch.distributed.fsdp.fully_shard"
+)
 
 
 def is_flattened(modules: Iterable[torch.nn.Module]) -> bool:
@@ -54,6 +59,22 @@ def is_flattened(modules: Iterable[torch.nn.Module]) -> bool:
     """
     flattened = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     return flattened is not None and any(isinstance(module, flattened) for module in modules)
+
+
+def check_not_flattened(owner: str, modules: Iterable[torch.nn.Module]) -> None:
+    """Raise TypeError if a model is sharded by ``FullyShardedDataParallel``."""
+    if is_flattened(modules):
+        raise TypeError(f"{owner}: {MSG_FLATTENED}. Nothing has been changed.")
+
+
+def check_not_partitioned(owner: str, modules: Iterable[torch.nn.Module]) -> None:
+    """Raise TypeError if a model is partitioned by DeepSpeed ZeRO-3.
+
+    It marks the parameters of stage 3, and no others, with an id, also before they are emptied.
+    """
+    for module in modules:
+        if any(hasattr(parameter, "ds_id") for parameter in module._parameters.values()):
+            raise TypeError(f"{owner}: {_MSG_PARTITIONED}. Nothing has been changed.")
 
 
 def has_shards(model: torch.nn.Module) -> bool:

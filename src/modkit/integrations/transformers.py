@@ -396,7 +396,9 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         if any(getattr(self._trainer, flag, False) for flag in _SHARDED):
             raise NotImplementedError(
                 "EMACallback: models that are sharded (FSDP, DeepSpeed, tensor parallel) are not "
-                "supported in the Trainer; use modkit.EMA in a hand-written loop"
+                "supported in the Trainer. modkit.EMA averages models of fully_shard (FSDP2), of "
+                "tensor parallelism, and of DeepSpeed ZeRO-1 and ZeRO-2 in a hand-written loop; "
+                "FSDP1 and ZeRO-3 cannot be averaged"
             )
         check_outside(self._evaluation, self._trainer.model, "train()")
 

@@ -21,6 +21,7 @@ from modkit.averaging.options import Buffers, Names, Options
 from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.precision import HOST_DEVICES, OnNonfinite, Precision, is_averaged
 from modkit.averaging.rules import Count, Rule, Swa, UserFunction
+from modkit.averaging.sharding import check_not_partitioned
 from modkit.averaging.swap import copy_of
 from modkit.nn.module import Module
 from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgFn
@@ -94,7 +95,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         ValueError: If an option is invalid, ``use_buffers`` and ``buffers`` are both given, the
             precision does not work with the averaging function, or a glob other than ``"*"``
             matches no name; for a lazy model the first update checks the globs.
-        TypeError: If ``device`` is not a device, such as an averaging function in its place.
+        TypeError: If ``device`` is not a device, such as an averaging function in its place, or the
+            model is sharded by DeepSpeed ZeRO-3.
 
     Attributes:
         module: The averaged copy, typed by the class of ``model``.
@@ -157,6 +159,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             integers=True,
             owner="AveragedModel",
         )
+        check_not_partitioned("AveragedModel", getattr(model, "modules", tuple)())
         options.check_globs(model)
 
         frozen = _frozen_names(model) if trainable_only else frozenset[str]()
@@ -223,7 +226,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             ValueError: If the average was cast to fewer bits than ``precision`` promises, or a glob
                 matches no name of a model that was lazy before.
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
-            TypeError: If ``model`` has parameters, but is not a module.
+            TypeError: If ``model`` has parameters, but is not a module, or is sharded by DeepSpeed
+                ZeRO-3.
             AttributeError: If ``model`` has no parameters, in torch's words.
         """
         # An object without parameters is refused in torch's words.
@@ -324,6 +328,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
                 "AveragedModel.update_parameters(): model must be a torch.nn.Module, got "
                 f"{type(model).__name__}. Tensors are paired by the names that modules give them."
             )
+        check_not_partitioned("AveragedModel", model.modules())
         average_members = NamedTensors(self.module)
         model_members = NamedTensors(model, leave_out=self, like=average_members)
         _check_pairs(average_members, model_members)

@@ -12,7 +12,9 @@ from torch.distributed.tensor import Shard
 
 import modkit
 from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
+from modkit.distributed import export_average
 from modkit.errors import FileError
+from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation, freeze, same
 from tests.unit.averaging.recipes import averaged, network, train
@@ -159,6 +161,44 @@ def test_flattened_parameters_are_refused(mesh, original) -> None:
     ema.rebind()
     ema.update()
     assert ema.n_averaged == 2
+
+
+def partition(net: nn.Module) -> nn.Module:
+    """Leave a model as DeepSpeed's ZeRO-3 leaves it between two steps: parameters are empty."""
+    for number, parameter in enumerate(net.parameters()):
+        parameter.ds_id = number
+        parameter.data = torch.empty(0)
+    return net
+
+
+def test_partitioned_parameters_are_refused(tmp_path) -> None:
+    """DeepSpeed ZeRO-3 is named wherever it enters, and averages and files stay as they are."""
+    message = r"DeepSpeed ZeRO-3 partitions parameters.*Nothing has been changed"
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = modkit.EMA(model, decay=0.5).attach(optimizer)
+    averaged_model = AveragedModel(model)
+    ema.update()
+    before = freeze(ema.state_dict())
+    for parameter in partition(model).parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    calls = [
+        lambda: modkit.EMA(model),
+        lambda: modkit.EMACallback(model),
+        lambda: AveragedModel(model),
+        lambda: averaged_model.update_parameters(model),
+        lambda: export_average(ema, tmp_path / "average.pt"),
+        lambda: ema.applied().__enter__(),
+        ema.update,
+        ema.rebind,
+        optimizer.step,
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=message):
+            call()
+
+    assert freeze(ema.state_dict()) == before
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("original", [False, True])
