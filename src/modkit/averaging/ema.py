@@ -417,7 +417,9 @@ class EMA(Generic[ModelT_co]):
         While the model holds an average, inside :meth:`applied` or between :meth:`copy_to` and
         :meth:`restore`, ``optimizer.step()`` raises RuntimeError before it changes anything,
         because the step would be taken from the average. The errors of :meth:`update` come out of
-        ``optimizer.step()``, after the parameters have changed.
+        ``optimizer.step()``, after the parameters have changed. So does a RuntimeError if the
+        optimizer has got other parameters since, as from DeepSpeed or apex, whose steps write the
+        model later: call :meth:`update` after them instead.
 
         Args:
             *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
@@ -443,23 +445,15 @@ class EMA(Generic[ModelT_co]):
             >>> ema.n_averaged
             1
         """
-        self._steps.check("EMA.attach()", optimizers, self._engine.averaged_parameters())
-        self._steps.attach(optimizers, self._before_step, self._after_step)
+        averaged = self._engine.averaged_parameters
+        self._steps.check("EMA.attach()", optimizers, averaged())
+        self._steps.attach(optimizers, averaged, self._refuse_step, self.update)
         return self
 
-    @never_compiled
-    def _before_step(self, index: int, *call: Any) -> None:
-        # If only some optimizers have stepped when one steps again, the training step is over.
+    def _refuse_step(self) -> None:
+        """Raise RuntimeError before an optimizer would train the average."""
         remedy = "Call restore() first; to train the average, call detach()."
         self._check_restored("EMA: optimizer.step()", self.model, remedy)
-        if self._steps.begin(index, *call):
-            self.update()
-
-    @never_compiled
-    def _after_step(self, index: int, *call: Any) -> None:
-        if self._steps.end(index, *call):
-            self.update()
-            self._steps.note_update()
 
     def detach(self) -> None:
         """Stop updating after the steps of attached optimizers; without effect if there are none.

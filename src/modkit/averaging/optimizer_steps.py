@@ -2,10 +2,12 @@
 
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +16,7 @@ from typing_extensions import Self, override
 from modkit._upstream import (
     RemovableHandle,
     is_allocating_state,
+    never_compiled,
     runs_step_hooks,
     step_hooks,
     steps_in_progress,
@@ -21,6 +24,11 @@ from modkit._upstream import (
 from modkit.averaging.precision import HOST_DEVICES
 from modkit.averaging.sharding import local_shard
 from modkit.averaging.swap import versions_of
+
+
+_Parameters: TypeAlias = Callable[[], Iterable[torch.Tensor]]
+
+_CALL_UPDATE: Final = "call update() after each step of the wrapper instead."
 
 
 def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
@@ -43,7 +51,7 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
     if isinstance(inner, Optimizer):
         remedy = (
             "It wraps the optimizer that takes the steps: attach that one, before accelerate's "
-            "prepare() or as attach(optimizer.optimizer)."
+            "prepare() or as attach(optimizer.optimizer), or call update() after each step."
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -77,6 +85,33 @@ class _Calls(threading.local):
     count = 0
 
 
+@dataclass(frozen=True)
+class _Witness:
+    """An averaged parameter that an optimizer trains, and where it stands in its groups."""
+
+    parameter: torch.Tensor
+    group: int
+    place: int
+
+    @classmethod
+    def among(cls, averaged: Iterable[torch.Tensor], optimizer: Optimizer) -> "Self | None":
+        """Return the first averaged parameter of an optimizer; None if it has none."""
+        ids = set(map(id, averaged))
+        for group, entry in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(entry["params"]):
+                if id(parameter) in ids:
+                    return cls(parameter, group, place)
+        return None
+
+    def is_trained_by(self, optimizer: Optimizer) -> bool:
+        """Return True if the optimizer still has the parameter at that place."""
+        try:
+            found = optimizer.param_groups[self.group]["params"][self.place]
+        except IndexError:
+            return False
+        return found is self.parameter
+
+
 class OptimizerSteps:
     """Attached optimizers, and the indices of those that have stepped in this training step.
 
@@ -93,12 +128,14 @@ class OptimizerSteps:
         stepped: Indices of the optimizers that have stepped in this training step.
 
     Attributes:
-        optimizers: The attached optimizers, in the order of their indices.
         stepped: Indices of those that have stepped in this training step.
     """
 
     def __init__(self, stepped: Iterable[int] = ()) -> None:
-        self.optimizers: list[Optimizer] = []
+        # Weak, because the hooks of an optimizer hold these averages.
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        # For each optimizer an averaged parameter that it trains, with the places of both.
+        self._witnesses: dict[int, _Witness] = {}
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
         # Versions of parameters when the averages were last updated by an optimizer's step.
@@ -135,40 +172,89 @@ class OptimizerSteps:
         for index, optimizer in enumerate(optimizers):
             check_optimizer(owner, optimizer)
             kind = type(optimizer).__name__
-            others = (*self.optimizers, *optimizers[:index])
+            others = (*self.optimizers.values(), *optimizers[:index])
             if any(optimizer is other for other in others):
                 raise ValueError(f"{owner}: {kind} is attached already, or given twice")
 
             if not trains_any(optimizer, averaged_ids):
                 raise ValueError(
                     f"{owner}: {kind} has no averaged parameter of the model. Attach the optimizer "
-                    "that trains it, after the model is where it is trained."
+                    "that trains it, after the model is where it is trained; if a wrapper trains "
+                    f"copies of the parameters, as DeepSpeed does, {_CALL_UPDATE}"
                 )
 
     def attach(
         self,
         optimizers: Sequence[Optimizer],
-        before: Callable[..., None],
-        after: Callable[..., None],
+        averaged: _Parameters,
+        refuse: Callable[[], None],
+        update: Callable[[], None],
     ) -> None:
-        """Call functions before and after each step of the optimizers.
+        """Update after each training step of optimizers that :meth:`check` has accepted.
 
         Args:
-            optimizers: Optimizers that :meth:`check` has accepted.
-            before: Called before each step with the index of the optimizer, then as torch calls a
-                pre-hook: with the optimizer, the arguments and the keywords of ``step()``.
-            after: Called after each step in the same way.
+            optimizers: The optimizers.
+            averaged: Returns the parameters that are averaged.
+            refuse: Raises before a step that must not be taken.
+            update: Updates the averages.
         """
-        for index, optimizer in enumerate(optimizers, len(self.optimizers)):
-            self._handles.append(optimizer.register_step_pre_hook(partial(before, index)))
-            self._handles.append(optimizer.register_step_post_hook(partial(after, index)))
-        self.optimizers += optimizers
+        for index, optimizer in enumerate(optimizers, len(self._optimizers)):
+            before = partial(self._before, refuse, update, index)
+            after = partial(self._after, averaged, update, index)
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
+            self._optimizers.append(weakref.ref(optimizer))
+
+    @never_compiled
+    def _before(
+        self, refuse: Callable[[], None], update: Callable[[], None], index: int, *call: Any
+    ) -> None:
+        refuse()
+        # If only some optimizers have stepped when one steps again, the training step is over.
+        if self._begin(index, *call):
+            update()
+
+    @never_compiled
+    def _after(
+        self, averaged: _Parameters, update: Callable[[], None], index: int, *call: Any
+    ) -> None:
+        if self._end(index, *call):
+            self._check_trained(averaged)
+            update()
+            self._versions = self._versions_now()
+
+    @property
+    def optimizers(self) -> dict[int, Optimizer]:
+        """The attached optimizers that are still there, by their indices."""
+        alive = ((index, reference()) for index, reference in enumerate(self._optimizers))
+        return {index: optimizer for index, optimizer in alive if optimizer is not None}
+
+    def _check_trained(self, averaged: _Parameters) -> None:
+        """Raise RuntimeError if an optimizer no longer trains any averaged parameter.
+
+        A wrapper may have given it other ones, such as master weights in float32, which it copies
+        to the model after this step: the averages would lag one step behind.
+        """
+        for index, optimizer in self.optimizers.items():
+            witness = self._witnesses.get(index)
+            if witness is not None and witness.is_trained_by(optimizer):
+                continue
+            witness = _Witness.among(averaged(), optimizer)
+            if witness is None:
+                raise RuntimeError(
+                    f"EMA: {type(optimizer).__name__} no longer holds averaged parameters: since "
+                    "attach(), others have taken their place, such as the master weights of "
+                    "DeepSpeed or apex, from which the model is written after this step. The step "
+                    f"was taken and not averaged. Call detach(), and {_CALL_UPDATE}"
+                )
+            self._witnesses[index] = witness
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
         for handle in self._handles:
             handle.remove()
-        self.optimizers = []
+        self._optimizers = []
+        self._witnesses = {}
         self._handles = []
         self.stepped = set()
         self._versions = None
@@ -196,16 +282,16 @@ class OptimizerSteps:
         if calls <= 1:
             return [index]
         # A wrapper and the optimizer inside are two objects with one table of hooks.
-        indices = {id(step_hooks(o)): place for place, o in enumerate(self.optimizers)}
+        indices = {id(step_hooks(o)): place for place, o in self.optimizers.items()}
         tables = [id(step_hooks(optimizer)) for optimizer in steps_in_progress()]
         return [indices[table] for table in tables if table in indices] or [index]
 
     def _is_complete(self) -> bool:
-        return self.stepped.issuperset(range(len(self.optimizers)))
+        return self.stepped >= self.optimizers.keys()
 
     def _counts(self, index: int, optimizer: Optimizer, keywords: Mapping[str, Any]) -> bool:
         """Return True unless a step is skipped or serves another purpose than to train."""
-        if index >= len(self.optimizers):
+        if index >= len(self._optimizers):
             # A copied optimizer may have copied the hooks, and with them these averages.
             return False
 
@@ -219,7 +305,7 @@ class OptimizerSteps:
         is_without_closure = "closure" in keywords and keywords["closure"] is None
         return not (is_without_closure and is_allocating_state())
 
-    def begin(
+    def _begin(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
         """Note that an optimizer begins a step.
@@ -249,10 +335,10 @@ class OptimizerSteps:
             self.stepped.clear()
         return is_unfinished
 
-    def end(
+    def _end(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
-        """Note that an optimizer has ended a step, with the arguments of :meth:`begin`.
+        """Note that an optimizer has ended a step, with the arguments of :meth:`_begin`.
 
         Args:
             index: Index of the optimizer.
@@ -276,10 +362,6 @@ class OptimizerSteps:
             self.stepped.clear()
         return True
 
-    def note_update(self) -> None:
-        """Note that the averages contain the present parameters."""
-        self._versions = self._versions_now()
-
     def warn_if_updated(self) -> None:
         """Warn once if an attached optimizer has already updated the averages for this step."""
         if self._has_warned or self._versions is None or self._versions != self._versions_now():
@@ -294,7 +376,9 @@ class OptimizerSteps:
 
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.
-        groups = chain.from_iterable(optimizer.param_groups for optimizer in self.optimizers)
+        groups = chain.from_iterable(
+            optimizer.param_groups for optimizer in self.optimizers.values()
+        )
         first = [group["params"][0] for group in groups if group["params"]]
         # A write to a sharded tensor does not count for its local shard, nor the other way round.
         return versions_of([*first, *map(local_shard, first)])

@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -369,3 +371,96 @@ def test_other_updates_by_hand_do_not_warn(act: str) -> None:
     ACTS[act](ema, net, optimizer)
 
     assert ema.step >= 1
+
+
+# --- an optimizer that gets other parameters --------------------------------------------------------
+
+
+def masters(parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Return copies of parameters, as master weights are."""
+    return [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+
+
+def put_flat_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Train one flat master weight in place of the parameters, as DeepSpeed does."""
+    (group,) = optimizer.param_groups
+    flat = torch.cat([parameter.detach().flatten() for parameter in group["params"]])
+    group["params"] = [nn.Parameter(flat)]
+
+
+def put_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Train a master weight in place of each parameter, as apex does."""
+    for group in optimizer.param_groups:
+        group["params"] = masters(group["params"])
+
+
+def replace_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Put other groups in the place of all."""
+    optimizer.param_groups[:] = []
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("change", [put_flat_masters, put_masters, replace_groups])
+def test_parameters_that_took_the_place_of_averaged_ones(change: Any, steps_before: int) -> None:
+    """Each step is refused by name, because the model is written after it."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    for _ in range(steps_before):
+        gradients(net)
+        optimizer.step()
+    change(optimizer)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"SGD no longer holds averaged.*call update\(\)"):
+            optimizer.step()
+
+    assert ema.step == steps_before
+    ema.detach()
+    optimizer.step()
+    ema.update()
+    assert ema.step == steps_before + 1
+
+
+def add_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Train something else, too, in front of the averaged parameters."""
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+    optimizer.param_groups.reverse()
+
+
+def split_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter a group of its own, the last one first."""
+    (group,) = optimizer.param_groups
+    parameters = group["params"]
+    optimizer.param_groups[:] = [{**group, "params": [one]} for one in reversed(parameters)]
+
+
+@pytest.mark.parametrize("change", [add_masters, split_groups])
+def test_groups_may_change_as_long_as_averaged_parameters_train(change: Any) -> None:
+    """Where a parameter stands in the groups does not matter."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    for number in range(4):
+        gradients(net, number)
+        optimizer.step()
+        if number == 1:
+            change(optimizer)
+
+    assert ema.step == 4
+
+
+def test_what_is_attached_is_freed_without_garbage_collection() -> None:
+    """Optimizers hold their averages, and averages do not hold their optimizers."""
+    net = network()
+    optimizer = sgd(net)
+    ema = modkit.EMA(net).attach(optimizer)
+    gradients(net)
+    optimizer.step()
+    alive = [weakref.ref(one) for one in (net, optimizer, ema)]
+    gc.disable()
+    try:
+        del net, ema, optimizer
+        assert [reference() for reference in alive] == [None] * 3
+    finally:
+        gc.enable()
