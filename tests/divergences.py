@@ -502,9 +502,11 @@ ROWS: Final = (
     ),
     _row(
         "lightzero",
-        "`DynamicsNetwork.get_reward_mean` always raises AttributeError | It returns what its "
+        "`DynamicsNetwork.get_reward_mean` and, up to version 0.1.0, "
+        "`EfficientZeroModel.get_params_mean` always raise AttributeError | They return what their "
         "documentation says",
         NO_ISSUE,
+        "tests/unit/models/test_differences.py::test_mean_of_the_parameters",
         "tests/unit/models/test_differences.py::test_mean_of_the_reward_head",
     ),
     _row(
@@ -525,8 +527,8 @@ ROWS: Final = (
     ),
     _row(
         "lightzero",
-        "Latent states of a wrong size are reshaped, which can mix the samples of a batch | An "
-        "error names the argument",
+        "Latent states of a wrong size are reshaped, which can mix the samples of a batch | They "
+        "are refused",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_planes_of_another_size",
     ),
@@ -557,8 +559,8 @@ ROWS: Final = (
     ),
     _row(
         "lightzero",
-        "Version 0.1.0 fails on images of 84 pixels, which later versions accept | They are "
-        "accepted",
+        "`EfficientZeroModel` with `downsample=True` cannot be built for images of 84 pixels: "
+        "UnboundLocalError | It can",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_images_of_84_pixels",
     ),

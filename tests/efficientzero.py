@@ -12,11 +12,15 @@ import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from modkit import models
+from modkit.models import EfficientZeroConfig, _networks
 
 
 if TYPE_CHECKING:
@@ -24,6 +28,27 @@ if TYPE_CHECKING:
 
 SAMPLE: Final = 2  # how many elements of each tensor are recorded as they are
 BATCH: Final = 3
+
+
+def _part(cls: Any, **defaults: Any) -> Any:
+    """Return a constructor with LightZero's arguments for a part of a model."""
+    names = {"out_channels": "num_channels", "output_support_size": "value_support_size"}
+
+    def build(**options: Any) -> Any:
+        given = {names.get(name, name): value for name, value in options.items()}
+        return cls(EfficientZeroConfig.from_lightzero(**{**defaults, **given}))
+
+    return build
+
+
+# modkit's networks, all with LightZero's arguments.
+NETWORKS: Final = SimpleNamespace(
+    DownSample=_part(_networks.DownSample),
+    DynamicsNetwork=models.DynamicsNetwork,
+    EfficientZeroModel=models.EfficientZeroModel,
+    PredictionNetwork=_part(_networks.PredictionNetwork),
+    RepresentationNetwork=_part(_networks.RepresentationNetwork, downsample=True),
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +63,8 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
     latent: tuple[int, ...] = field(default=())
 
-    def build(self, networks: Any) -> Any:
-        """Build a network with the class of this kind from a namespace."""
+    def build(self, networks: Any = NETWORKS) -> Any:
+        """Build a network with the class of this kind from a namespace, by default modkit's."""
         with one_thread():
             torch.default_generator.manual_seed(0)
             # A copy, as an activation among the options becomes a part of the network.
@@ -223,11 +248,6 @@ CASES: Final[dict[str, Case]] = {
         )
         for norm in ("BN", "LN")
     },
-    "SimNorm": Case(
-        "RepresentationNetwork",
-        {"observation_shape": (4, 64, 64), "num_channels": 8, "use_sim_norm": True},
-        (4, 64, 64),
-    ),
     **{
         f"PredictionNetwork, {norm}": Case(
             "PredictionNetwork", {**_PREDICTION, "norm_type": norm}, (8, 6, 7)

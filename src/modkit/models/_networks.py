@@ -1,6 +1,5 @@
 """The networks of EfficientZero, and the blocks and heads that they are built from."""
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -8,128 +7,110 @@ import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit._upstream import get_tracing_state, is_scripting
 from modkit.nn._load_plan import only_migrates
 
 
 if TYPE_CHECKING:
     import numpy as np
 
-NORM_TYPES: Final = ["BN", "LN"]
+    from modkit.models.efficientzero import EfficientZeroConfig
+
+# LightZero's activation is shared by all networks of a process, so a hook on one activation runs in
+# every network. Each model replaces this one by an activation of its own.
+DEFAULT_ACTIVATION: Final[nn.Module] = nn.ReLU(inplace=True)
 # The height of an observation, and how many times smaller downsampling makes it.
 REDUCTIONS: Final = {64: 8, 84: 16, 96: 16}
-
-# LightZero's defaults. Each network replaces DEFAULT_ACTIVATION by a module of its own: LightZero's
-# is shared by all networks of a process, so a hook on one activation runs in every network.
+# LightZero's default.
 ONE_HIDDEN_LAYER: Final[Sequence[int]] = [32]
-DEFAULT_ACTIVATION: Final[nn.Module] = nn.ReLU(inplace=True)
 
 
-def checked(norm_type: str | None, activation: nn.Module | None) -> Any:
-    """Check the normalization, and return the activation.
-
-    Args:
-        norm_type: The argument of a network.
-        activation: The argument of a network; a new ReLU takes the place of ``DEFAULT_ACTIVATION``.
-
-    Returns:
-        The activation of the network, or None for none.
-
-    Raises:
-        AssertionError: If ``norm_type`` is neither "BN" nor "LN", in LightZero's words.
-    """
-    if norm_type not in NORM_TYPES:
-        raise AssertionError(f"norm_type must in {NORM_TYPES}")
+def own_activation(activation: nn.Module | None) -> Any:
+    """Return the activation of a network: a new ReLU in the place of ``DEFAULT_ACTIVATION``."""
     # In place as in LightZero, although full backward hooks refuse that: another argument helps.
     return nn.ReLU(inplace=True) if activation is DEFAULT_ACTIVATION else activation
 
 
-def renamed(owner: str, default: object, /, **names: Any) -> Any:
-    """Return the value of an argument that has an older and a newer name.
-
-    Args:
-        owner: The class, with which the error begins.
-        default: Default of the older name; the newer one has None.
-        **names: The older name with its value, then the newer one.
-
-    Raises:
-        TypeError: If the argument is given under both names.
-    """
-    # Keyword arguments keep their order, so the older name is first.
-    (old, value), (new, alias) = names.items()
-    if alias is None:
-        return value
-    if value is not default:
-        raise TypeError(f"{owner}: {new}={alias!r} is {old}={value!r} by its newer name; give one")
-    return alias
-
-
-def reduction(owner: nn.Module, observation_shape: Sequence[int]) -> int:
-    """Return how many times smaller downsampling makes an observation.
-
-    Args:
-        owner: The network, whose class the error names.
-        observation_shape: Channels, height and width of an observation.
-
-    Raises:
-        NotImplementedError: If there is no downsampling for observations of this height.
-    """
+def reduction(observation_shape: Sequence[int]) -> int:
+    """Return how many times smaller downsampling makes an observation."""
     height = observation_shape[1]
     if height not in REDUCTIONS:
         raise NotImplementedError(
-            f"{type(owner).__name__}: observation_shape={observation_shape!r} cannot be "
-            f"downsampled; the height has to be one of {list(REDUCTIONS)}"
+            f"observation_shape={observation_shape!r} cannot be downsampled; the height has to be "
+            f"one of {list(REDUCTIONS)}"
         )
     return REDUCTIONS[height]
 
 
-def _norm_of_planes(
-    norm_type: str | None, channels: int, shape: Sequence[int], downsample: bool = False
-) -> nn.Module:
-    """Make the norm of planes; as in LightZero, ``downsample`` makes them 16 times smaller."""
-    if norm_type == "BN":
-        return nn.BatchNorm2d(channels)
-    factor = 16 if downsample else 1
-    # Rounded up, as by four halvings with kernel 3, stride 2 and padding 1.
-    return nn.LayerNorm([channels, -(-shape[-2] // factor), -(-shape[-1] // factor)])
+def mean_magnitude(tensors: Sequence[Tensor]) -> float:
+    """Return the mean absolute value of all elements, computed in double precision."""
+    total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
+    return float(total) / sum(tensor.numel() for tensor in tensors)
 
 
-def _convolution(
-    in_channels: int, out_channels: int, norm_type: str | None, *activation: Any, stride: int = 1
-) -> nn.Sequential:
-    """Make a 3x3 convolution of a residual block, where "LN" is a GroupNorm with one group."""
-    return nn.Sequential(
-        nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
-        nn.BatchNorm2d(out_channels) if norm_type == "BN" else nn.GroupNorm(1, out_channels),
-        *(layer for layer in activation if layer is not None),
-    )
+class Layers:
+    """Makes the layers of a network, which share an activation and the kind of their norms."""
+
+    def __init__(
+        self, norm_type: str | None, activation: nn.Module | None, shape: Sequence[int]
+    ) -> None:
+        if norm_type not in ("BN", "LN"):
+            # In LightZero's words.
+            raise AssertionError("norm_type must in ['BN', 'LN']")
+        self.norm_type = norm_type
+        self.activation: Any = own_activation(activation)
+        self.shape = shape
+
+    def norm(self, channels: int, factor: int = 1) -> nn.Module:
+        """Make the norm of planes that are smaller than ``shape`` by a factor."""
+        if self.norm_type == "BN":
+            return nn.BatchNorm2d(channels)
+        # Rounded up, as by halvings with kernel 3, stride 2 and padding 1.
+        height, width = -(-self.shape[-2] // factor), -(-self.shape[-1] // factor)
+        return nn.LayerNorm([channels, height, width])
+
+    def convolution(self, in_channels: int, out_channels: int, stride: int = 1) -> list[nn.Module]:
+        """Make a 3x3 convolution of a residual block, where "LN" is a GroupNorm with one group."""
+        is_batch_norm = self.norm_type == "BN"
+        return [
+            nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
+            nn.BatchNorm2d(out_channels) if is_batch_norm else nn.GroupNorm(1, out_channels),
+        ]
+
+    def blocks(self, number: int, channels: int) -> nn.ModuleList:
+        """Make residual blocks."""
+        return nn.ModuleList([ResBlock(self, channels, channels) for _ in range(number)])
+
+    def head(self, widths: Sequence[int], features: int, logits: int, zero: bool) -> nn.Sequential:
+        """Make the layers from features to logits, which are zero at first if ``zero``."""
+        # As in LightZero, all hidden layers are as wide as the first.
+        width = widths[0]
+        layers: list[nn.Module] = []
+        for in_features in [features, *[width] * (len(widths) - 1)]:
+            norm = nn.BatchNorm1d(width) if self.norm_type == "BN" else nn.LayerNorm(width)
+            layers += [nn.Linear(in_features, width), norm, self.activation]
+
+        # The same random numbers are drawn in either case.
+        last = nn.Linear(width, logits)
+        if zero:
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+        return nn.Sequential(*layers, last)
 
 
 class ResBlock(nn.Module):
-    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``.
-
-    Args:
-        channels: Channels of the input.
-        out_channels: Channels of the output; those of the input if ``stride=1``.
-        activation: Module after the first convolution, and after the sum.
-        norm_type: "BN", or "LN" for a GroupNorm with one group.
-        stride: Stride of the first convolution and of the shortcut.
-    """
+    """Two convolutions beside a shortcut, which is a convolution if ``stride=2``."""
 
     # TorchScript takes a Final attribute for a constant, and so compiles only the branch in use.
     _downsamples: Final[bool]
 
-    def __init__(
-        self, channels: int, out_channels: int, activation: Any, norm_type: Any, stride: int = 1
-    ) -> None:
+    def __init__(self, layers: Layers, channels: int, out_channels: int, stride: int = 1) -> None:
         super().__init__()
         self._downsamples = stride > 1
         # Annotated, since type checkers take each attribute of a module for a Tensor or a Module.
-        self.act: Any = activation
-        self.conv1: nn.Sequential = _convolution(
-            channels, out_channels, norm_type, activation, stride=stride
-        )
-        self.conv2: nn.Sequential = _convolution(out_channels, out_channels, norm_type)
+        self.act: Any = layers.activation
+        first = layers.convolution(channels, out_channels, stride)
+        self.conv1: nn.Sequential = nn.Sequential(*first, layers.activation)
+        self.conv2: nn.Sequential = nn.Sequential(*layers.convolution(out_channels, out_channels))
 
         # The shortcut has no norm, and is in a container of its own, as its keys in LightZero say.
         if stride > 1:
@@ -143,143 +124,34 @@ class ResBlock(nn.Module):
         return x  # noqa: RET504 - typed, without a cast that TorchScript would refuse
 
 
-def _blocks(number: int, channels: int, *options: Any) -> nn.ModuleList:
-    return nn.ModuleList([ResBlock(channels, channels, *options) for _ in range(number)])
-
-
-def _head(
-    widths: Sequence[int],
-    features: int,
-    logits: int,
-    *,
-    activation: nn.Module | None,
-    norm_type: str | None,
-    zero: bool,
-) -> nn.Sequential:
-    """Make the layers that turn the features of a sample into logits.
-
-    Args:
-        widths: Hidden layers. As in LightZero, all are as wide as the first.
-        features: Number of features of a sample.
-        logits: Number of logits.
-        activation: Module after the norm of each hidden layer.
-        norm_type: "BN" or "LN".
-        zero: Whether the logits are zero at first. The same random numbers are drawn in either
-            case.
-
-    Returns:
-        Layers that map shape ``(batch, features)`` to ``(batch, logits)``.
-
-    Raises:
-        IndexError: If there is no hidden layer.
-    """
-    width = widths[0]
-    layers: list[nn.Module] = []
-    # The inputs of the layers: the features, and then the layer before.
-    for in_features in [features, *[width] * (len(widths) - 1)]:
-        norm = nn.BatchNorm1d(width) if norm_type == "BN" else nn.LayerNorm(width)
-        layers += [nn.Linear(in_features, width), norm]
-        if activation is not None:
-            layers.append(activation)
-
-    last = nn.Linear(width, logits)
-    if zero:
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
-    return nn.Sequential(*layers, last)
-
-
-def _check_features(owner: nn.Module, kind: str, features: object) -> None:
-    """Check that each sample has as many features as a head takes.
-
-    LightZero reshapes the batch to rows of that size instead, which may mix samples.
-
-    Args:
-        owner: The network of the head.
-        kind: The kind of the head, such as ``"value"``.
-        features: Planes of shape ``(batch, channels, height, width)``.
-
-    Raises:
-        RuntimeError: If the number of features differs.
-    """
-    # While fx or torch.jit.trace records, the layer itself raises.
-    if not isinstance(features, Tensor) or get_tracing_state():
-        return
-
-    # The name of the argument to correct, which is an attribute as well.
-    name = f"flatten_output_size_for_{kind}_head"
-    size = getattr(owner, name)
-    planes = features.shape[1:]
-    if planes.numel() != size:
-        shape = "x".join(map(str, planes))
-        raise RuntimeError(
-            f"{type(owner).__name__}: the head gets {shape} = {planes.numel()} features a sample, "
-            f"but {name}={size}"
-        )
-
-
 class DownSample(nn.Module):
-    """Make observations 16 times smaller, or 8 times if they are 64 pixels high.
-
-    Args:
-        observation_shape: Channels, height and width; the height is 64, 84 or 96.
-        out_channels: Channels of the result.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
-
-    Raises:
-        AssertionError: If ``norm_type`` is invalid.
-        NotImplementedError: If observations of this height cannot be downsampled.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import DownSample
-        >>> DownSample((4, 96, 96), 16)(torch.randn(2, 4, 96, 96)).shape
-        torch.Size([2, 16, 6, 6])
-
-    Same as ``lzero.model.common.DownSample``, where calls fail for a height of 84.
-    """
+    """Make observations 16 times smaller, or 8 times if they are 64 pixels high."""
 
     _pools_twice: Final[bool]
 
-    def __init__(
-        self,
-        observation_shape: Sequence[int],
-        out_channels: int,
-        activation: nn.Module | None = DEFAULT_ACTIVATION,
-        norm_type: str | None = "BN",
-    ) -> None:
+    def __init__(self, config: "EfficientZeroConfig") -> None:
         super().__init__()
-        act = checked(norm_type, activation)
-        self._pools_twice = reduction(self, observation_shape) == 16
-        self.observation_shape = observation_shape
+        self.observation_shape = config.image_shape
+        self._pools_twice = reduction(config.image_shape) == 16
+        in_channels, height, width = config.image_shape
+        channels = config.num_channels
+        half = channels // 2
+        # Rounded down, and the convolution rounds up: with LayerNorm, the width must be even.
+        layers = Layers(config.norm_type, config.activation, [height // 2, width // 2])
 
         # Two strides and a pooling make planes 8 times smaller, and the second pooling 16 times.
-        half = out_channels // 2
-        self.conv1: nn.Conv2d = nn.Conv2d(
-            observation_shape[0], half, 3, stride=2, padding=1, bias=False
-        )
-        # Rounded down, and the convolution rounds up: with LayerNorm, the width must be even.
-        halved = [length // 2 for length in observation_shape[-2:]]
-        self.norm1: nn.Module = _norm_of_planes(norm_type, half, halved)
-
-        self.resblocks1: nn.ModuleList = _blocks(1, half, act, norm_type)
-        self.downsample_block: ResBlock = ResBlock(half, out_channels, act, norm_type, stride=2)
-        self.resblocks2: nn.ModuleList = _blocks(1, out_channels, act, norm_type)
+        self.conv1: nn.Conv2d = nn.Conv2d(in_channels, half, 3, stride=2, padding=1, bias=False)
+        self.norm1: nn.Module = layers.norm(half)
+        self.resblocks1: nn.ModuleList = layers.blocks(1, half)
+        self.downsample_block: ResBlock = ResBlock(layers, half, channels, stride=2)
+        self.resblocks2: nn.ModuleList = layers.blocks(1, channels)
         self.pooling1: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
-        self.resblocks3: nn.ModuleList = _blocks(1, out_channels, act, norm_type)
+        self.resblocks3: nn.ModuleList = layers.blocks(1, channels)
         self.pooling2: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
-        self.activation = act
+        self.activation = layers.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map observations (batch, channels, height, width) to smaller planes.
-
-        Args:
-            x: The observations.
-
-        Returns:
-            Planes (batch, out_channels, height, width), with height and width divided by 16 or 8.
-        """
+        """Map observations (batch, channels, height, width) to smaller planes."""
         x = self.activation(self.norm1(self.conv1(x)))
         for block in self.resblocks1:
             x = block(x)
@@ -296,101 +168,28 @@ class DownSample(nn.Module):
         return x
 
 
-class SimNorm(nn.Module):
-    """Softmax within groups of neighbors in the last dimension.
-
-    Args:
-        group_size: Size of a group, which must divide the last dimension.
-    """
-
-    def __init__(self, group_size: int) -> None:
-        super().__init__()
-        self.group_size = group_size
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map a tensor to one of the same shape whose groups each sum to 1."""
-        # This raises for a width that the size of a group does not divide.
-        groups: Tensor = x.unflatten(-1, (-1, self.group_size))
-        return groups.softmax(-1).flatten(-2)
-
-    def extra_repr(self) -> str:
-        """Return the size of a group."""
-        return f"group_size={self.group_size}"
-
-
 class RepresentationNetwork(nn.Module):
-    """Turn observations into latent states.
-
-    Args:
-        observation_shape: Channels, height and width of an observation.
-        num_res_blocks: Number of residual blocks.
-        num_channels: Channels of the latent state.
-        downsample: If True, begin with :class:`DownSample`; otherwise height and width stay.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
-        embedding_dim: No effect, as in LightZero.
-        group_size: Size of a group for ``use_sim_norm``, which must divide the width of the latent
-            state.
-        use_sim_norm: If True, end with a softmax within groups of neighbors.
-
-    Raises:
-        AssertionError: If ``norm_type`` is invalid.
-        NotImplementedError: If observations of this height cannot be downsampled.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import RepresentationNetwork
-        >>> network = RepresentationNetwork((3, 6, 7), num_channels=16, downsample=False)
-        >>> network(torch.randn(2, 3, 6, 7)).shape
-        torch.Size([2, 16, 6, 7])
-
-    Same as ``lzero.model.common.RepresentationNetwork``.
-    """
+    """Turn observations into latent states."""
 
     downsample: Final[bool]
-    use_sim_norm: Final[bool]
 
-    def __init__(
-        self,
-        observation_shape: Sequence[int] = (4, 96, 96),
-        num_res_blocks: int = 1,
-        num_channels: int = 64,
-        downsample: bool = True,
-        activation: nn.Module | None = DEFAULT_ACTIVATION,
-        norm_type: str | None = "BN",
-        embedding_dim: int = 256,
-        group_size: int = 8,
-        use_sim_norm: bool = False,
-    ) -> None:
+    def __init__(self, config: "EfficientZeroConfig") -> None:
         super().__init__()
-        act = checked(norm_type, activation)
-        self.downsample = downsample
-        if downsample:
-            self.downsample_net: DownSample = DownSample(
-                observation_shape, num_channels, act, norm_type
-            )
+        layers = Layers(config.norm_type, config.activation, config.image_shape)
+        channels = config.num_channels
+        self.downsample = config.downsample
+        if config.downsample:
+            self.downsample_net: DownSample = DownSample(config)
         else:
-            self.conv: nn.Conv2d = nn.Conv2d(
-                observation_shape[0], num_channels, 3, padding=1, bias=False
-            )
-            self.norm: nn.Module = _norm_of_planes(norm_type, num_channels, observation_shape)
+            in_channels = config.image_shape[0]
+            self.conv: nn.Conv2d = nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)
+            self.norm: nn.Module = layers.norm(channels)
 
-        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
-        self.activation = act
-        self.embedding_dim = embedding_dim
-        self.use_sim_norm = use_sim_norm
-        if use_sim_norm:
-            self.sim_norm: SimNorm = SimNorm(group_size)
+        self.resblocks: nn.ModuleList = layers.blocks(config.num_res_blocks, channels)
+        self.activation = layers.activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map observations (batch, channels, height, width) to latent states.
-
-        Args:
-            x: The observations.
-
-        Returns:
-            Latent states (batch, num_channels, height, width), smaller if ``downsample``.
-        """
+        """Map observations to latent states, both (batch, channels, height, width)."""
         if self.downsample:  # noqa: SIM108 - TorchScript compiles only the branch that is taken
             x = self.downsample_net(x)
         else:
@@ -398,126 +197,46 @@ class RepresentationNetwork(nn.Module):
 
         for block in self.resblocks:
             x = block(x)
-        if self.use_sim_norm:
-            x = self.sim_norm(x)
         return x
 
 
 class PredictionNetwork(nn.Module):
-    """Predict the policy and the value of a latent state.
+    """Predict the policy and the value of a latent state."""
 
-    Args:
-        observation_shape: Channels, height and width of an observation; used for LayerNorm only.
-        action_space_size: Number of actions.
-        num_res_blocks: Number of residual blocks.
-        num_channels: Channels of the latent state.
-        value_head_channels: Channels before the head of the value.
-        policy_head_channels: Channels before the head of the policy.
-        fc_value_layers: Hidden layers of the value: one for each element, all as wide as the first.
-        fc_policy_layers: Hidden layers of the policy, in the same way.
-        output_support_size: Number of logits of the value.
-        flatten_output_size_for_value_head: ``value_head_channels`` * height * width of the latent
-            state.
-        flatten_output_size_for_policy_head: ``policy_head_channels`` * height * width of the latent
-            state.
-        downsample: If True, LayerNorm expects planes 16 times smaller than the observation.
-        last_linear_layer_init_zero: If True, policy and value are zero at first.
-        activation: Activation of all layers; by default a new ReLU.
-        norm_type: "BN" or "LN".
-
-    Raises:
-        AssertionError: If ``norm_type`` is invalid.
-        IndexError: If a head has no hidden layer.
-
-    Example:
-        >>> import torch
-        >>> from modkit.models import PredictionNetwork
-        >>> network = PredictionNetwork(
-        ...     observation_shape=(3, 6, 7),
-        ...     action_space_size=7,
-        ...     num_res_blocks=1,
-        ...     num_channels=16,
-        ...     value_head_channels=2,
-        ...     policy_head_channels=2,
-        ...     fc_value_layers=[32],
-        ...     fc_policy_layers=[32],
-        ...     output_support_size=21,
-        ...     flatten_output_size_for_value_head=2 * 6 * 7,
-        ...     flatten_output_size_for_policy_head=2 * 6 * 7,
-        ... )
-        >>> policy, value = network(torch.randn(2, 16, 6, 7))
-        >>> policy.shape, value.shape
-        (torch.Size([2, 7]), torch.Size([2, 21]))
-
-    Same as ``lzero.model.common.PredictionNetwork``, which does not support LayerNorm with
-    downsampling.
-    """
-
-    def __init__(
-        self,
-        observation_shape: Sequence[int],
-        action_space_size: int,
-        num_res_blocks: int,
-        num_channels: int,
-        value_head_channels: int,
-        policy_head_channels: int,
-        fc_value_layers: Sequence[int],
-        fc_policy_layers: Sequence[int],
-        output_support_size: int,
-        flatten_output_size_for_value_head: int,
-        flatten_output_size_for_policy_head: int,
-        downsample: bool = False,
-        last_linear_layer_init_zero: bool = True,
-        activation: nn.Module | None = DEFAULT_ACTIVATION,
-        norm_type: str | None = "BN",
-    ) -> None:
+    def __init__(self, config: "EfficientZeroConfig") -> None:
         super().__init__()
-        act = checked(norm_type, activation)
-        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, num_channels, act, norm_type)
+        channels, height, width = config.latent_shape
+        layers = Layers(config.norm_type, config.activation, config.latent_shape)
+        self.resblocks: nn.ModuleList = layers.blocks(config.num_res_blocks, channels)
         # LightZero's order, which decides the random numbers; the result begins with the policy.
-        self.conv1x1_value: nn.Conv2d = nn.Conv2d(num_channels, value_head_channels, 1)
-        self.conv1x1_policy: nn.Conv2d = nn.Conv2d(num_channels, policy_head_channels, 1)
-        norm = functools.partial(
-            _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
-        )
-        self.norm_value: nn.Module = norm(value_head_channels)
-        self.norm_policy: nn.Module = norm(policy_head_channels)
+        self.conv1x1_value: nn.Conv2d = nn.Conv2d(channels, config.value_head_channels, 1)
+        self.conv1x1_policy: nn.Conv2d = nn.Conv2d(channels, config.policy_head_channels, 1)
+        self.norm_value: nn.Module = layers.norm(config.value_head_channels)
+        self.norm_policy: nn.Module = layers.norm(config.policy_head_channels)
 
-        self.flatten_output_size_for_value_head = flatten_output_size_for_value_head
-        self.flatten_output_size_for_policy_head = flatten_output_size_for_policy_head
-        self.activation = act
-        head = functools.partial(
-            _head, activation=act, norm_type=norm_type, zero=last_linear_layer_init_zero
+        value_features = config.value_head_channels * height * width
+        policy_features = config.policy_head_channels * height * width
+        self.flatten_output_size_for_value_head = value_features
+        self.flatten_output_size_for_policy_head = policy_features
+        self.activation = layers.activation
+        logits = config.logits(config.value_support_size)
+        zero = config.last_linear_layer_init_zero
+        self.fc_value: nn.Sequential = layers.head(
+            config.fc_value_layers, value_features, logits, zero
         )
-        self.fc_value: nn.Sequential = head(
-            fc_value_layers, flatten_output_size_for_value_head, output_support_size
-        )
-        self.fc_policy: nn.Sequential = head(
-            fc_policy_layers, flatten_output_size_for_policy_head, action_space_size
+        self.fc_policy: nn.Sequential = layers.head(
+            config.fc_policy_layers, policy_features, config.action_space_size, zero
         )
 
     def forward(self, latent_state: Tensor) -> tuple[Tensor, Tensor]:
-        """Map latent states to the logits of the policy and of the value.
-
-        Args:
-            latent_state: Latent states, (batch, num_channels, height, width).
-
-        Returns:
-            Logits of the policy, (batch, action_space_size), and of the value, (batch,
-            output_support_size).
-
-        Raises:
-            RuntimeError: If the size of the latent state is not that of the heads.
-        """
+        """Map latent states to the logits of the policy and of the value."""
         x = latent_state
         for block in self.resblocks:
             x = block(x)
 
         value = self.activation(self.norm_value(self.conv1x1_value(x)))
         policy = self.activation(self.norm_policy(self.conv1x1_policy(x)))
-        if not is_scripting():
-            _check_features(self, "value", value)
-            _check_features(self, "policy", policy)
+        # Flattened by sample: LightZero reshapes to rows of the head's size, which can mix samples.
         return self.fc_policy(policy.flatten(1)), self.fc_value(value.flatten(1))
 
 
@@ -542,15 +261,14 @@ class DynamicsNetwork(nn.Module):
         last_linear_layer_init_zero: If True, the value prefix is zero at first.
         activation: Activation of all layers; by default a new ReLU.
         norm_type: "BN" or "LN". Residual blocks have BatchNorm in either case.
-        reward_head_hidden_channels: Name of ``fc_reward_layers`` in LightZero 0.2.
-        flatten_input_size_for_reward_head: Name of ``flatten_output_size_for_reward_head`` in
-            LightZero 0.2.
+        reward_head_hidden_channels: In place of ``fc_reward_layers``: its name in LightZero 0.2.
+        flatten_input_size_for_reward_head: In place of ``flatten_output_size_for_reward_head``, in
+            the same way.
 
     Raises:
         AssertionError: If ``norm_type`` is invalid, or ``num_channels <= action_encoding_dim``.
         ValueError: If ``action_encoding_dim`` is less than 1.
         IndexError: If ``fc_reward_layers`` is empty.
-        TypeError: If an argument is given under both of its names.
 
     Example:
         >>> import torch
@@ -584,61 +302,45 @@ class DynamicsNetwork(nn.Module):
         flatten_input_size_for_reward_head: int | None = None,
     ) -> None:
         super().__init__()
-        act = checked(norm_type, activation)
-        hidden: Sequence[int] = renamed(
-            type(self).__name__,
-            ONE_HIDDEN_LAYER,
-            fc_reward_layers=fc_reward_layers,
-            reward_head_hidden_channels=reward_head_hidden_channels,
-        )
-        features: int = renamed(
-            type(self).__name__,
-            64,
-            flatten_output_size_for_reward_head=flatten_output_size_for_reward_head,
-            flatten_input_size_for_reward_head=flatten_input_size_for_reward_head,
-        )
-        channels = self._latent_channels(num_channels, action_encoding_dim)
-
-        self.action_encoding_dim: int = action_encoding_dim
-        self.num_channels = num_channels
-        self.flatten_output_size_for_reward_head = features
-        self.lstm_hidden_size = lstm_hidden_size
-
-        # The order decides the random numbers of the weights, and the keys in a checkpoint.
-        self.activation = act
-        self.conv: nn.Conv2d = nn.Conv2d(num_channels, channels, 3, padding=1, bias=False)
-        norm = functools.partial(
-            _norm_of_planes, norm_type, shape=observation_shape, downsample=downsample
-        )
-        self.norm_common: nn.Module = norm(channels)
-        # BatchNorm whatever norm_type is, as in LightZero.
-        self.resblocks: nn.ModuleList = _blocks(num_res_blocks, channels, act, "BN")
-        self.conv1x1_reward: nn.Conv2d = nn.Conv2d(channels, reward_head_channels, 1)
-        self.norm_reward: nn.Module = norm(reward_head_channels)
-        self.lstm: nn.LSTM = nn.LSTM(features, lstm_hidden_size)
-        self.norm_value_prefix: nn.BatchNorm1d = nn.BatchNorm1d(lstm_hidden_size)
-        self.fc_reward_head: nn.Sequential = _head(
-            hidden,
-            lstm_hidden_size,
-            output_support_size,
-            activation=act,
-            norm_type=norm_type,
-            zero=last_linear_layer_init_zero,
-        )
-
-    def _latent_channels(self, num_channels: int, action_encoding_dim: int) -> int:
-        """Return the channels of the latent state; raise unless it and the action have some."""
         if num_channels <= action_encoding_dim:
             # In LightZero's words.
             raise AssertionError(
                 f"num_channels:{num_channels} <= action_encoding_dim:{action_encoding_dim}"
             )
-
         if action_encoding_dim < 1:
             raise ValueError(
-                f"{type(self).__name__}: action_encoding_dim={action_encoding_dim} is less than 1"
+                f"DynamicsNetwork: action_encoding_dim={action_encoding_dim} is less than 1"
             )
-        return num_channels - action_encoding_dim
+        layers = Layers(norm_type, activation, observation_shape)
+        # As in LightZero, whatever the height of the observation is.
+        factor = 16 if downsample else 1
+        latent_channels = num_channels - action_encoding_dim
+        if flatten_input_size_for_reward_head is not None:
+            flatten_output_size_for_reward_head = flatten_input_size_for_reward_head
+        if reward_head_hidden_channels is not None:
+            fc_reward_layers = reward_head_hidden_channels
+
+        self.action_encoding_dim: int = action_encoding_dim
+        self.num_channels = num_channels
+        # Both names of LightZero.
+        self.flatten_input_size_for_reward_head = flatten_output_size_for_reward_head
+        self.flatten_output_size_for_reward_head = flatten_output_size_for_reward_head
+        self.lstm_hidden_size = lstm_hidden_size
+
+        # The order decides the random numbers of the weights, and the keys in a checkpoint.
+        self.activation = layers.activation
+        self.conv: nn.Conv2d = nn.Conv2d(num_channels, latent_channels, 3, padding=1, bias=False)
+        self.norm_common: nn.Module = layers.norm(latent_channels, factor)
+        # BatchNorm whatever norm_type is, as in LightZero.
+        batch_norm_layers = Layers("BN", layers.activation, observation_shape)
+        self.resblocks: nn.ModuleList = batch_norm_layers.blocks(num_res_blocks, latent_channels)
+        self.conv1x1_reward: nn.Conv2d = nn.Conv2d(latent_channels, reward_head_channels, 1)
+        self.norm_reward: nn.Module = layers.norm(reward_head_channels, factor)
+        self.lstm: nn.LSTM = nn.LSTM(flatten_output_size_for_reward_head, lstm_hidden_size)
+        self.norm_value_prefix: nn.BatchNorm1d = nn.BatchNorm1d(lstm_hidden_size)
+        self.fc_reward_head: nn.Sequential = layers.head(
+            fc_reward_layers, lstm_hidden_size, output_support_size, last_linear_layer_init_zero
+        )
 
     def forward(
         self, state_action_encoding: Tensor, reward_hidden_state: tuple[Tensor, Tensor] | None
@@ -666,10 +368,8 @@ class DynamicsNetwork(nn.Module):
         next_latent_state = x
 
         x = self.activation(self.norm_reward(self.conv1x1_reward(x)))
-        # TorchScript cannot compile the check, which reads an attribute by its name.
-        if not is_scripting():
-            _check_features(self, "reward", x)
-        # A sequence of one step, since a search takes its steps one at a time.
+        # A sequence of one step, since a search takes its steps one at a time. Flattened by sample:
+        # LightZero reshapes to rows of the LSTM's size, which can mix samples.
         prefix, next_hidden_state = self.lstm(x.flatten(1).unsqueeze(0), reward_hidden_state)
         prefix = self.activation(self.norm_value_prefix(prefix.squeeze(0)))
         return next_latent_state, next_hidden_state, self.fc_reward_head(prefix)
@@ -693,11 +393,10 @@ class DynamicsNetwork(nn.Module):
             The mean over all elements, computed in double precision.
         """
         # As in LightZero, the norms inside the blocks count, and norm_common does not.
-        tensors = [self.conv.weight]
+        tensors: list[Tensor] = [self.conv.weight]
         for block in self.resblocks:
             tensors += block.parameters()
-        total = sum(tensor.detach().abs().sum(dtype=torch.float64).item() for tensor in tensors)
-        return float(total) / sum(tensor.numel() for tensor in tensors)
+        return mean_magnitude(tensors)
 
     def get_reward_mean(self) -> "tuple[np.ndarray[Any, Any], float]":
         """Return the weights of the reward head as one vector, and the mean of their absolutes.

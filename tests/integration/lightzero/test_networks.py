@@ -48,7 +48,7 @@ def modules_of(network):
 @every_case
 def test_structure(name, lightzero):
     """Modules, their order, and the state dict with its versions are LightZero's."""
-    ours, theirs = CASES[name].build(models), CASES[name].build(lightzero)
+    ours, theirs = CASES[name].build(), CASES[name].build(lightzero)
 
     assert modules_of(ours) == modules_of(theirs)
     assert layout(ours) == layout(theirs)
@@ -62,7 +62,7 @@ def test_numbers(name, lightzero):
     """Outputs, gradients and statistics are bitwise identical to LightZero's."""
     case = CASES[name]
 
-    actual = dict(runs(case, lambda: case.build(models)))
+    actual = dict(runs(case, case.build))
 
     expected = dict(runs(case, lambda: case.build(lightzero)))
     assert actual.keys() == expected.keys()
@@ -75,7 +75,7 @@ def test_numbers(name, lightzero):
 @every_case
 def test_checkpoints(name, direction, lightzero, tmp_path):
     """A file of one library loads strictly into the network of the other."""
-    source, target = CASES[name].build(models), CASES[name].build(lightzero)
+    source, target = CASES[name].build(), CASES[name].build(lightzero)
     if direction == "from LightZero":
         source, target = target, source
     for parameter in source.parameters():
@@ -90,13 +90,13 @@ def test_checkpoints(name, direction, lightzero, tmp_path):
 
 def test_repr(lightzero):
     """A printed network looks the same."""
-    assert repr(CASES["three layers"].build(models)) == repr(CASES["three layers"].build(lightzero))
+    assert repr(CASES["three layers"].build()) == repr(CASES["three layers"].build(lightzero))
 
 
 def test_training(lightzero):
     """Ten steps of training by equal optimizers leave bitwise identical weights."""
     case = CASES["model, BN, one_hot"]
-    ours, theirs = case.build(models), case.build(lightzero)
+    ours, theirs = case.build(), case.build(lightzero)
     latent, hidden, action = case.inputs("recurrent_inference", torch.float32)
     obs = torch.randn(3, 4, 6, 7)
 
@@ -119,7 +119,7 @@ def test_mean_of_the_dynamics(lightzero):
     for name in ("defaults, 1x1", "no blocks", "PReLU"):
         expected = CASES[name].build(lightzero).get_dynamic_mean()
 
-        assert CASES[name].build(models).get_dynamic_mean() == pytest.approx(expected, rel=1e-6)
+        assert CASES[name].build().get_dynamic_mean() == pytest.approx(expected, rel=1e-6)
 
 
 def test_hidden_state_is_not_changed(lightzero):

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from modkit import models
 from tests.efficientzero import Case, layout, runs
 from tests.integration.lightzero.networks import lightzero_networks
 
@@ -55,7 +54,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_any_configuration(case):
     """A network of any configuration is bitwise identical to LightZero's in weights, outputs and gradients."""
     networks = lightzero_networks()
-    ours, theirs = case.build(models), case.build(networks)
+    ours, theirs = case.build(), case.build(networks)
 
     assert layout(ours) == layout(theirs)
     for actual, expected in zip(
@@ -63,7 +62,7 @@ def test_any_configuration(case):
     ):
         assert torch.equal(actual, expected)
     expected_runs = dict(runs(case, lambda: case.build(networks)))
-    for name, results in runs(case, lambda: case.build(models)):
+    for name, results in runs(case, case.build):
         for part, expected in expected_runs[name].items():
             assert [t is None for t in results[part]] == [t is None for t in expected]
             pairs = zip(results[part], expected, strict=True)

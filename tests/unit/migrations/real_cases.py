@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from modkit import migrations as mig, models
+from modkit import migrations as mig
 from modkit.models import DynamicsNetwork
 from tests import efficientzero
 
@@ -428,7 +428,7 @@ def lightzero_dynamics():
 
     file = Path(__file__).resolve().parents[2] / "data" / "efficientzero.pt"
     recorded = torch.load(file, weights_only=False)["trained"]["state"]
-    model = efficientzero.CASES["BN"].build(models)
+    model = efficientzero.CASES["BN"].build()
     model.__class__ = Dynamics
     old: Any = OrderedDict(recorded)
     old["reward_resblocks.0.conv1.0.weight"] = torch.randn(4, 4, 3, 3)

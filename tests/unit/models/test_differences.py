@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from modkit import models, nn
-from tests.efficientzero import CASES, scramble, small, tensors_in
+from modkit import nn
+from tests.efficientzero import CASES, NETWORKS, scramble, small, tensors_in
 from tests.integration.lightzero.networks import lightzero_networks
 from tests.integration.torchscript import reloaded, scripted_tests
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.parametrize("impl", ["lightzero", "modkit"])
 def networks(impl: str) -> SimpleNamespace:
     """The networks of one of the two, as a namespace."""
     if impl == "modkit":
-        return models
+        return NETWORKS
     pytest.importorskip("lzero", reason="needs LightZero: nox -s lightzero installs it")
     return lightzero_networks()
 
@@ -43,6 +43,14 @@ def test_mean_of_the_reward_head(networks):
     assert weights.shape == (sum(tensor.numel() for tensor in tensors),)
     assert weights[-5:].tolist() == network.fc_reward_head[3].bias.tolist()
     assert mean == pytest.approx(abs(weights).mean(), rel=1e-6)
+
+
+def test_mean_of_the_parameters(networks):
+    """A model has the mean of the absolute values of all its parameters."""
+    model = networks.EfficientZeroModel(**model_options())
+    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    assert model.get_params_mean() == pytest.approx(values.double().abs().mean().item(), rel=1e-12)
 
 
 def test_default_activation_is_not_shared_between_networks(networks):
@@ -85,7 +93,7 @@ def test_planes_of_another_size(networks):
     network = small().build(networks).eval()
     hidden = torch.zeros(1, 12, 12), torch.zeros(1, 12, 12)
 
-    with pytest.raises(RuntimeError, match="but flatten_output_size_for_reward_head=72"):
+    with pytest.raises(RuntimeError, match="Expected 72, got 288"):
         network(torch.randn(3, 11, 12, 12), hidden)
 
 
@@ -119,7 +127,7 @@ def test_checkpoint_of_early_versions(networks):
         "PReLU",
         "DownSample96, LN",
         "RepresentationNetwork96, BN",
-        "SimNorm",
+        "RepresentationNetwork, LN",
         "PredictionNetwork, BN",
     ],
 )
@@ -151,9 +159,12 @@ def test_layer_norm_with_downsampling(networks, height):
 
 def test_images_of_84_pixels(networks):
     """They are downsampled to 6x6, as images of 96 pixels are."""
-    network = networks.DownSample((4, 84, 84), 8)
+    options = model_options(observation_shape=(4, 84, 84), downsample=True)
+    model = networks.EfficientZeroModel(**options)
 
-    assert network(torch.randn(2, 4, 84, 84)).shape == (2, 8, 6, 6)
+    root = model.initial_inference(torch.randn(2, 4, 84, 84))
+
+    assert root.latent_state.shape == (2, 8, 6, 6)
 
 
 def test_shape_of_vector_observations(networks):

@@ -7,7 +7,7 @@ import torch
 from modkit import models, nn
 from tests.capabilities import EMPTY_INPUTS_ARE_REFUSED
 from tests.cases import for_each
-from tests.efficientzero import CASES, small
+from tests.efficientzero import CASES, NETWORKS, small
 
 
 def plainly(value):
@@ -40,7 +40,7 @@ def test_norm_type(kind, norm_type):
     options = {**CASES[case].options, "norm_type": norm_type}
 
     with pytest.raises(AssertionError, match="norm_type must in") as caught:
-        getattr(models, kind)(**options)
+        getattr(NETWORKS, kind)(**options)
 
     assert str(caught.value) == "norm_type must in ['BN', 'LN']"
 
@@ -81,9 +81,8 @@ def test_constructor(options, error, text):
     ("size", "samples"), [(4, 4), (6, 16)], ids=["does not divide", "divides into more samples"]
 )
 def test_planes_of_another_size(size, samples):
-    """Planes of another size name the argument; LightZero mixes samples where the numbers divide."""
-    features = f"2x{size}x{size} = {2 * size * size} features a sample"
-    text = f"DynamicsNetwork: the head gets {features}, but flatten_output_size_for_reward_head=18"
+    """Planes of another size are refused; LightZero mixes samples where the numbers divide."""
+    text = f"Expected 18, got {2 * size * size}"
 
     with pytest.raises(RuntimeError, match=text):
         network().eval()(torch.randn(4, 8, size, size), state(1, samples, 12))
@@ -100,13 +99,13 @@ def test_height_without_downsampling(kind):
     }[kind]
 
     with pytest.raises(NotImplementedError, match=r"\(4, 100, 96\).*one of \[64, 84, 96\]"):
-        getattr(models, kind)(observation_shape=shape, **options)
+        getattr(NETWORKS, kind)(observation_shape=shape, **options)
 
 
 def test_actions():
     """An action that does not exist, and an unknown encoding of actions, are refused."""
     case = CASES["model, BN, one_hot"]
-    model = case.build(models).eval()
+    model = case.build().eval()
     latent, hidden, _ = case.inputs("recurrent_inference", torch.float32)
 
     with pytest.raises(RuntimeError, match="index 5 is out of bounds"):
@@ -124,16 +123,6 @@ def test_projection_left_out():
         model.project(torch.randn(2, 8, 6, 7))
 
 
-def test_both_names_of_an_argument():
-    """The older and the newer name of an argument exclude one another."""
-    with pytest.raises(TypeError, match=r"reward_head_hidden_channels.*fc_reward_layers.*give one"):
-        network(fc_reward_layers=[8], reward_head_hidden_channels=[8])
-    with pytest.raises(TypeError, match="flatten_input_size_for_reward_head=18"):
-        network(flatten_input_size_for_reward_head=18)
-    with pytest.raises(TypeError, match="value_head_hidden_channels"):
-        models.EfficientZeroModel((4, 3, 3), fc_value_layers=[8], value_head_hidden_channels=[8])
-
-
 def test_newer_names():
     """The arguments that LightZero 0.2 has renamed build the same network."""
     old = small()
@@ -147,10 +136,11 @@ def test_newer_names():
     torch.manual_seed(0)
     actual = models.DynamicsNetwork(**options, **new_options)
 
-    expected = old.build(models)
+    expected = old.build()
     assert repr(actual) == repr(expected)
     assert all(map(torch.equal, actual.parameters(), expected.parameters()))
     assert actual.flatten_output_size_for_reward_head == 72
+    assert actual.flatten_input_size_for_reward_head == 72
 
 
 def test_ranges_of_supports():
@@ -167,15 +157,59 @@ def test_ranges_of_supports():
 
 
 def test_newer_names_in_the_model():
-    """So do those of the model, which ignores what it does not know."""
+    """So do those of the model, before the older ones; it ignores what it does not know."""
     layers = {f"{head}_head_hidden_channels": [8, 8] for head in ("reward", "value", "policy")}
-    model = models.EfficientZeroModel((4, 3, 3), num_channels=8, frame_stack_num=4, **layers)
+    sections = {**layers, "frame_stack_num": 4, "fc_value_layers": [9]}
     old = {f"fc_{head}_layers": [8, 8] for head in ("reward", "value", "policy")}
 
-    expected = models.EfficientZeroModel((4, 3, 3), num_channels=8, **old)
+    model = models.EfficientZeroModel((4, 3, 3), num_channels=8, **sections)
 
+    expected = models.EfficientZeroModel((4, 3, 3), num_channels=8, **old)
     assert repr(model) == repr(expected)
     assert len(model.dynamics_network.fc_reward_head) == 7
+
+
+# --- the configuration ----------------------------------------------------------------------------
+
+
+def test_configuration():
+    """A model of a configuration is that of its options; options by name replace some."""
+    config = models.EfficientZeroConfig((4, 3, 3), 5, num_channels=8)
+
+    model = models.EfficientZeroModel(config)
+
+    assert repr(model) == repr(models.EfficientZeroModel((4, 3, 3), 5, num_channels=8))
+    wider = models.EfficientZeroModel(config, num_channels=16)
+    assert repr(wider) == repr(models.EfficientZeroModel((4, 3, 3), 5, num_channels=16))
+    with pytest.raises(TypeError, match="frame_stack_num"):
+        models.EfficientZeroModel(config, frame_stack_num=4)
+    with pytest.raises(TypeError, match="positional"):
+        models.EfficientZeroModel(config, 5)
+
+
+def test_models_of_one_configuration_share_no_activation():
+    """Each has a default activation of its own, and one that is given is a part of both."""
+    config = models.EfficientZeroConfig((4, 3, 3), num_channels=8)
+    given = nn.GELU()
+
+    first, second = (models.EfficientZeroModel(config) for _ in range(2))
+    third = models.EfficientZeroModel(config, activation=given)
+
+    assert first.activation is not second.activation
+    assert third.activation is given
+
+
+def test_options_are_attributes():
+    """As in LightZero; the sizes of the supports are those in use."""
+    config = models.EfficientZeroConfig((4, 3, 3), num_channels=8, categorical_distribution=False)
+    options = dict(vars(config), reward_support_size=1, value_support_size=1)
+    del options["activation"]  # the model has one of its own
+
+    model = models.EfficientZeroModel(config)
+
+    assert {name: getattr(model, name) for name in options} == options
+    assert model.action_encoding_dim == config.action_space_size
+    assert model.projection_input_dim == 8 * 3 * 3
 
 
 def test_signature():
@@ -208,13 +242,10 @@ def state(*shape):
     return torch.zeros(shape), torch.zeros(shape)
 
 
-def test_planes_of_another_size_in_prediction():
+@pytest.mark.parametrize("size", [(12, 7), (6, 14)])
+def test_planes_of_another_size_in_prediction(size):
     """The heads of policy and value refuse it too."""
-    options = dict(CASES["PredictionNetwork, BN"].options)
-    x = torch.randn(2, 8, 12, 7)
+    predict = CASES["PredictionNetwork, BN"].build()
 
-    with pytest.raises(RuntimeError, match="flatten_output_size_for_value_head=84"):
-        models.PredictionNetwork(**options)(x)
-    options["flatten_output_size_for_value_head"] = 2 * 12 * 7
-    with pytest.raises(RuntimeError, match="flatten_output_size_for_policy_head=126"):
-        models.PredictionNetwork(**options)(x)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        predict(torch.randn(2, 8, *size))

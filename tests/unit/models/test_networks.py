@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from modkit import models, nn
+from modkit import nn
 from tests.cases import for_each
 from tests.efficientzero import CASES, mean_of_dynamics, scramble, small, tensors_in
 from tests.integration.torchscript import scripted_tests
@@ -13,7 +13,7 @@ from tests.integration.torchscript import scripted_tests
 @pytest.fixture
 def network():
     """A small DynamicsNetwork in which no weight is zero."""
-    net = CASES["BN"].build(models)
+    net = CASES["BN"].build()
     scramble(net)
     return net.eval()
 
@@ -45,7 +45,7 @@ def old_checkpoint(net, prefix=""):
 def test_checkpoint_of_early_versions_within_a_model(network, root):
     """They are left out of a network inside a model of either library, too."""
     checkpoint = old_checkpoint(network, "dynamics.")
-    other = root({"dynamics": CASES["BN"].build(models)})
+    other = root({"dynamics": CASES["BN"].build()})
 
     other.load_state_dict(checkpoint)
 
@@ -55,7 +55,7 @@ def test_checkpoint_of_early_versions_within_a_model(network, root):
 def test_unexpected_key_is_still_reported(network):
     """Keys of other names are unexpected, and nothing is written then."""
     checkpoint = {**old_checkpoint(network), "reward_blocks.0.weight": torch.zeros(1)}
-    other = CASES["BN"].build(models)
+    other = CASES["BN"].build()
     before = copy.deepcopy(other.state_dict())
 
     with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"reward_blocks.0.weight"\.'):
@@ -69,7 +69,7 @@ def test_unexpected_key_is_still_reported(network):
 
 def test_default_activation_is_shared_within_a_model():
     """The networks of one model share its activation, as they do in LightZero."""
-    model = CASES["model, BN, one_hot"].build(models)
+    model = CASES["model, BN, one_hot"].build()
 
     parts = model.representation_network, model.dynamics_network, model.prediction_network
     assert all(part.activation is model.activation for part in parts)
@@ -84,7 +84,7 @@ def test_default_activation_is_shared_within_a_model():
 def test_mean_of_the_dynamics(activation, num_res_blocks, norm_type):
     """It goes block by block, so a parameter of the activation that they share counts in each."""
     options = {"activation": activation, "num_res_blocks": num_res_blocks, "norm_type": norm_type}
-    net = small(**options).build(models)
+    net = small(**options).build()
     scramble(net)
 
     assert net.get_dynamic_mean() == pytest.approx(mean_of_dynamics(net), rel=1e-12)
@@ -95,7 +95,7 @@ def test_mean_of_the_dynamics(activation, num_res_blocks, norm_type):
 
 def test_first_inference():
     """It gives zeros for the value prefix and the hidden states, one for each observation."""
-    model = CASES["model, BN, one_hot"].build(models).eval()
+    model = CASES["model, BN, one_hot"].build().eval()
 
     output = model.initial_inference(torch.randn(2, 4, 6, 7))
 
@@ -109,7 +109,7 @@ def test_first_inference():
 def test_shapes_of_actions():
     """Actions come as (batch,) or as (batch, 1)."""
     case = CASES["model, BN, not_one_hot"]
-    model = case.build(models).eval()
+    model = case.build().eval()
     latent, hidden, action = case.inputs("recurrent_inference", torch.float32)
 
     flat = model.recurrent_inference(latent, hidden, action)

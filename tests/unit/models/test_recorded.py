@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from modkit import models
+from modkit.models import _networks
 from tests.cases import for_each
 from tests.efficientzero import (
     CASES,
@@ -52,7 +53,7 @@ def test_every_case_is_on_record(record):
 @every_case
 def test_layout_and_weights_of_a_seed(name, record):
     """Keys, shapes, dtypes, versions and parameters are LightZero's, and a seed's initial weights."""
-    network = CASES[name].build(models)
+    network = CASES[name].build()
 
     expected = record["cases"][name]
     state = summary({"state": list(network.state_dict().values())})
@@ -72,7 +73,7 @@ def test_numbers(name, record, large):
     case = CASES[name]
     expected = record["cases"][name]["runs"]
 
-    actual = {run: summary(results) for run, results in runs(case, lambda: case.build(models))}
+    actual = {run: summary(results) for run, results in runs(case, case.build)}
 
     assert actual.keys() == expected.keys()
     for run, results in actual.items():
@@ -82,7 +83,7 @@ def test_numbers(name, record, large):
 @for_each("name", [name for name, case in CASES.items() if case.kind == "DynamicsNetwork"])
 def test_mean_of_the_dynamics(name, record):
     """The mean of the absolute weights is LightZero's."""
-    network = CASES[name].build(models)
+    network = CASES[name].build()
 
     expected = record["cases"][name]["mean"]
     assert network.get_dynamic_mean() == pytest.approx(expected, rel=1e-6)
@@ -90,19 +91,20 @@ def test_mean_of_the_dynamics(name, record):
 
 
 def test_every_public_method_is_compared():
-    """Each method of a network is recorded; LightZero's method for the reward head raises."""
-    classes = [value for value in vars(models).values() if isinstance(value, type)]
+    """Each method of a network is recorded; LightZero's methods for two means raise."""
+    values = [*vars(models).values(), *vars(_networks).values()]
+    classes = [v for v in values if isinstance(v, type) and issubclass(v, torch.nn.Module)]
     public = {name for cls in classes for name in vars(cls) if not name.startswith("_")}
     methods = {name for cls in classes for name in public if callable(getattr(cls, name, None))}
     called = {method for case in CASES.values() for method in case.methods} - {"__call__"}
 
-    assert methods == {"forward", "get_dynamic_mean", "get_reward_mean", *called}
+    assert methods == {"forward", "get_dynamic_mean", "get_reward_mean", "get_params_mean", *called}
 
 
 def test_checkpoint(record):
     """A state dict of a trained network of LightZero loads strictly, and gives its outputs."""
     trained = record["trained"]
-    network = CASES["BN"].build(models).eval()
+    network = CASES["BN"].build().eval()
 
     keys = network.load_state_dict(trained["state"])
 
