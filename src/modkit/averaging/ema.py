@@ -1,7 +1,7 @@
 """``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NoReturn
 
@@ -445,10 +445,15 @@ class EMA(Generic[ModelT_co]):
             >>> ema.n_averaged
             1
         """
-        averaged = self._engine.averaged_parameters
-        self._steps.check("EMA.attach()", optimizers, averaged())
-        self._steps.attach(optimizers, averaged, self._refuse_step, self.update)
+        self._attach("EMA.attach()", optimizers, self.update)
         return self
+
+    def _attach(
+        self, owner: str, optimizers: Sequence[torch.optim.Optimizer], update: Callable[[], None]
+    ) -> None:
+        averaged = self._engine.averaged_parameters
+        self._steps.check(owner, optimizers, averaged())
+        self._steps.attach(optimizers, averaged, self._refuse_step, update)
 
     def _refuse_step(self) -> None:
         """Raise RuntimeError before an optimizer would train the average."""

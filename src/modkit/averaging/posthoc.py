@@ -4,22 +4,26 @@ The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Ever
 ``__all__`` is public as :mod:`modkit.posthoc`, and ``PostHocEMA`` as ``modkit.PostHocEMA``.
 """
 
+import hashlib
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
-from modkit.averaging.options import checked_count
-from modkit.averaging.precision import compact, is_averaged
+from modkit.averaging.options import Device, Names, checked_count
+from modkit.averaging.precision import Precision, compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.sharding import whole_tensor
 from modkit.averaging.state import LoadedState, stored_average
@@ -42,6 +46,9 @@ __all__ = [
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
+# Where a run began or was resumed: an id of what follows, and the step before its first update.
+Branches: TypeAlias = tuple[tuple[str, int], ...]
+
 # A double has each step up to this one.
 _LAST_STEP: Final = 2**53
 
@@ -51,17 +58,31 @@ class Snapshot:
     """A file with one power average. Snapshots are ordered by step, then width.
 
     The file is a dict that ``torch.load(weights_only=True)`` reads: ``step``, ``sigma_rel``,
-    ``averages`` and ``buffers``, the last two with tensors by name.
+    ``branches``, ``left_out``, ``averages`` and ``buffers``, the last two with tensors by name.
 
     Attributes:
         step: Number of training steps that the average spans, the initial copy included.
         sigma_rel: Relative width of the average, as in :class:`modkit.schedules.Power`.
         path: The file.
+        branches: Which run the average is of: for its beginning, and for each resume, an id and the
+            step. Empty for averages that something else than ``PostHocEMA`` has computed.
     """
 
     step: int
     sigma_rel: float
     path: Path
+    branches: Branches = field(default=(), compare=False)
+
+    @property
+    def run(self) -> str:
+        """Id of the run since it was last resumed, empty if there is none."""
+        return self.branches[-1][0] if self.branches else ""
+
+    def precedes(self, branches: Branches) -> bool:
+        """Return True if a run with these branches went on from the models of this average."""
+        own = len(self.branches)
+        resumed = branches[own][1] if len(branches) > own else self.step
+        return self.branches == branches[:own] and self.step <= resumed
 
 
 def save_snapshot(
@@ -71,11 +92,13 @@ def save_snapshot(
     step: int,
     sigma_rel: float,
     buffers: Mapping[str, Tensor] | None = None,
+    left_out: Iterable[str] = (),
+    branches: Branches = (),
 ) -> Snapshot:
     """Write a power average to a file in a directory, atomically.
 
     ``PostHocEMA`` calls it. Use it for averages that something else has computed. A file of the
-    same step and width is replaced. Sharded tensors are gathered, so all ranks must call this.
+    same step, width and run is replaced. Sharded tensors are gathered, so all ranks must call this.
 
     Args:
         directory: Folder of the snapshots, created if missing.
@@ -83,6 +106,8 @@ def save_snapshot(
         step: Number of training steps that the average spans, the initial copy included.
         sigma_rel: Relative width of the average.
         buffers: Tensors that are not averaged, by name. Default: none.
+        left_out: Names of parameters of the model that are not in the snapshot. Default: none.
+        branches: Which run the average is of, as in :class:`Snapshot`. Default: none.
 
     Returns:
         The snapshot, with the path of the file.
@@ -105,14 +130,30 @@ def save_snapshot(
     gamma_of(sigma_rel)
     if not 0 < step <= _LAST_STEP:
         raise ValueError(f"save_snapshot: step must be from 1 to {_LAST_STEP}, got {step}")
-    path = Path(directory) / f"ema-{step:010d}-{sigma_rel:.6g}.pt"
+    # The id is part of the name, so that runs in one folder do not replace each other's files.
+    name = "-".join(["ema", f"{step:010d}", f"{sigma_rel:.6g}", *(b[0] for b in branches[-1:])])
+    path = Path(directory) / f"{name}.pt"
     path.parent.mkdir(parents=True, exist_ok=True)
 
     content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
-    for key, tensors in (("averages", averages), ("buffers", buffers or {})):
-        content[key] = {n: compact(whole_tensor(t).detach().cpu()) for n, t in tensors.items()}
+    content |= {"branches": [list(branch) for branch in branches], "left_out": [*left_out]}
+    content |= {"averages": _gathered(averages), "buffers": _gathered(buffers or {})}
     save_checkpoint(content, path)
-    return Snapshot(step, sigma_rel, path)
+    return Snapshot(step, sigma_rel, path, branches)
+
+
+def _fingerprint(averages: Mapping[str, Tensor], step: int, before: Branches) -> str:
+    """Return an id of a run by its first snapshot, the same on all ranks without communication."""
+    digest = hashlib.blake2b(repr((step, before)).encode(), digest_size=4)
+    for name, tensor in averages.items():
+        sample = tensor.detach().flatten()[:64].to(torch.complex128)
+        digest.update(repr((name, sample.tolist())).encode())
+    return digest.hexdigest()
+
+
+def _gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return full tensors in host memory, each in a storage of its own."""
+    return {name: compact(whole_tensor(t).detach().cpu()) for name, t in tensors.items()}
 
 
 def find_snapshots(directory: PathLike) -> list[Snapshot]:
@@ -158,7 +199,59 @@ def _read_header(path: Path) -> Snapshot:
         gamma_of(sigma_rel)
     except (ValueError, OverflowError) as error:
         raise FileError(f"{path} is corrupt: {error}") from error
-    return Snapshot(step, sigma_rel, path)
+    return Snapshot(step, sigma_rel, path, _read_branches(header, path))
+
+
+def _read_branches(header: Mapping[str, Any], path: Path) -> Branches:
+    """Return which run a snapshot is of."""
+    if "branches" not in header:
+        # A repetition of this text is not shown again.
+        warnings.warn(
+            "snapshots of earlier versions do not say which run they are of: see that all in a "
+            "folder are of one run, and none of a part that was given up after a resume",
+            stacklevel=2,
+        )
+        return ()
+    branches = _branches_of(header["branches"])
+    if branches is None:
+        raise FileError(f"{path} is corrupt: its branches are not pairs of an id and a step")
+    return branches
+
+
+def _branches_of(value: Any) -> Branches | None:
+    """Return the branches in a file or state; None if they are invalid."""
+    is_list = isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
+    if not is_list or not all(type(run) is str and type(since) is int for run, since in value):
+        return None
+    return tuple((run, since) for run, since in value)
+
+
+def _of_one_run(available: Sequence[Snapshot], run: str | None) -> list[Snapshot]:
+    """Return the snapshots that lead to the end of one run.
+
+    Raises:
+        ValueError: If they are of several runs, or of branches of one, and ``run`` names none.
+    """  # noqa: DOC501 - raised below
+    parts: dict[Branches, list[Snapshot]] = {}
+    for snapshot in available:
+        parts.setdefault(snapshot.branches, []).append(snapshot)
+
+    def went_on(branches: Branches) -> bool:
+        # A part that was given up has snapshots of later steps than the resume.
+        others = [other for other in parts if other != branches]
+        return any(all(one.precedes(other) for one in parts[branches]) for other in others)
+
+    if run is None:
+        ends = [branches for branches in parts if not went_on(branches)]
+    else:
+        ends = [branches for branches, part in parts.items() if part[0].run == run]
+    if len(ends) != 1:
+        steps = ", ".join(
+            f"{part[0].run!r} (steps {part[0].step} to {part[-1].step})" for part in parts.values()
+        )
+        problem = "the snapshots are of several runs" if run is None else f"there is no run {run!r}"
+        raise ValueError(f"{problem}: {steps}. Choose one, as in run={available[-1].run!r}")
+    return [snapshot for snapshot in available if snapshot.precedes(ends[0])]
 
 
 @dataclass(frozen=True)
@@ -272,6 +365,7 @@ class Reconstruction:
         step: Step of the average.
         fit: The coefficients and the error of the combination.
         snapshots: The snapshots, in the order of ``fit.coefficients``.
+        left_out: Names of parameters of the model that the snapshots do not have.
     """
 
     averages: dict[str, Tensor]
@@ -280,6 +374,13 @@ class Reconstruction:
     step: int
     fit: Fit
     snapshots: tuple[Snapshot, ...]
+    left_out: set[str] = field(default_factory=set[str])
+
+    def __repr__(self) -> str:
+        return (
+            f"Reconstruction(sigma_rel={self.sigma_rel}, step={self.step}, "
+            f"{len(self.averages)} averages, fit.error={self.fit.error:.2g})"
+        )
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
@@ -287,12 +388,18 @@ class Reconstruction:
 
         Args:
             model: Model with the same parameters and persistent buffers, of any dtype and device.
+                Parameters that ``PostHocEMA`` was told to leave out keep their values.
 
         Raises:
             NameMismatchError: If names or shapes differ. The model is unchanged.
         """
         values = {**self.averages, **self.buffers}
-        tensors = _persistent(model)
+        members = NamedTensors(model).all().items()
+        tensors = {
+            name: member.current()
+            for name, member in members
+            if member.persistent and name not in self.left_out
+        }
         check_match("the snapshots", shapes_of(values), shapes_of(tensors))
         for name, tensor in tensors.items():
             write(tensor, values[name])
@@ -304,6 +411,7 @@ def reconstruct(
     step: int | None = None,
     *,
     max_error: float = 0.1,
+    run: str | None = None,
 ) -> Reconstruction:
     """Combine snapshots into the power average of another width, or at another step.
 
@@ -311,10 +419,13 @@ def reconstruct(
     tensor of a file.
 
     Args:
-        snapshots: A directory, or the files or snapshots of one run.
+        snapshots: A directory, or files or snapshots. Those of one run are used, also where that
+            was resumed.
         sigma_rel: Requested width, below 0.2886, and not below the narrowest of the snapshots.
         step: Step of the requested average, within those of the snapshots. Default: the last.
         max_error: Largest accepted ``Fit.error``. The error is large between the snapshots' steps.
+        run: Id of the run, or of the part since its last resume, where there are several;
+            ``Snapshot.run`` has it. Default: the only one.
 
     Returns:
         The average, with the error of its fit.
@@ -324,8 +435,11 @@ def reconstruct(
         FileError: If a file is not a snapshot, or is corrupt.
         NameMismatchError: If a file has other tensors than the one before it. It is a
             ``ValueError``.
-        ValueError: If the width is narrower than all snapshots or too wide, the step is outside of
-            theirs, or the error is above ``max_error``.
+        ValueError: If the snapshots are of several runs, the width is narrower than all of them or
+            too wide, the step is outside of theirs, or the error is above ``max_error``.
+
+    Warns:
+        UserWarning: If a file does not say which run it is of.
 
     Example:
         >>> import torch
@@ -348,6 +462,7 @@ def reconstruct(
     if not available:
         place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
         raise FileNotFoundError(f"no snapshots of averages in {place}")
+    available = _of_one_run(available, run)
 
     # They are ordered by step.
     first = available[0].step
@@ -410,11 +525,10 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
         checksums.check(name, tensor)
         result.buffers[name] = tensor.clone()
 
-
-def _persistent(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model by name; tied tensors once."""
-    members = NamedTensors(model).all().items()
-    return {name: member.current() for name, member in members if member.persistent}
+    left_out = content.get("left_out", [])
+    if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
+        raise FileError(f"{path} is corrupt: its left_out is not a list of names")
+    result.left_out.update(left_out)
 
 
 class PostHocEMA:
@@ -424,7 +538,8 @@ class PostHocEMA:
     Then the average of nearly any width, at nearly any step, is a linear combination of snapshots
     (Karras et al. 2024, section 3, https://arxiv.org/abs/2312.02696). Call :meth:`update` after
     each step of the optimizer. Averages are in float32 or wider. To combine snapshots without a
-    model in training, use :func:`modkit.posthoc.reconstruct`.
+    model in training, use :func:`modkit.posthoc.reconstruct`. Runs may share a folder: snapshots
+    have the id of their run, and those that a resumed run has given up are set aside.
 
     Args:
         model: Model in training. It is neither copied nor modified.
@@ -434,11 +549,20 @@ class PostHocEMA:
         snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
             more in a run make the error small. None saves in calls of :meth:`snapshot` only.
         update_every: Number of steps between updates; the width does not depend on it.
+        precision: Dtype of the averages, as in :class:`~modkit.EMA`.
+        device: Device of the averages. Default: that of each parameter.
+        include: Globs of names, or a predicate: parameters to average. The others are not in the
+            snapshots. Default: all.
+        exclude: Globs of names, or a predicate: parameters to leave out.
+        trainable_only: Leave out parameters that do not require gradients at the first update, as
+            for LoRA.
 
     Raises:
-        TypeError: If ``update_every`` is not an int, or a width is not a number.
-        ValueError: If there is no width, a width is out of range, ``update_every`` is below 1, or
-            ``snapshot_every`` is not a multiple of it.
+        TypeError: If ``update_every`` is not an int, a width is not a number, or an option of
+            :class:`~modkit.EMA` is invalid.
+        ValueError: If there is no width, a width is out of range, ``update_every`` is below 1,
+            ``snapshot_every`` is not a multiple of it, or an option of :class:`~modkit.EMA` is
+            invalid.
 
     Attributes:
         directory: Folder of the snapshots.
@@ -466,6 +590,11 @@ class PostHocEMA:
         *,
         snapshot_every: int | None = None,
         update_every: int = 1,
+        precision: Precision = "fp32",
+        device: Device = None,
+        include: Names = None,
+        exclude: Names = None,
+        trainable_only: bool = False,
     ) -> None:
         if not sigma_rels:
             raise ValueError("PostHocEMA: sigma_rels must name one width or more")
@@ -476,8 +605,20 @@ class PostHocEMA:
 
         # It is updated at every step that update_every divides. As Power only depends on the ratio
         # of steps, counting updates gives the decays of all steps since the last update.
-        self._ema = EMA(model, schedule=[*map(Power, self._sigma_rels)], buffers="ignore")
+        self._ema = EMA(
+            model,
+            schedule=[*map(Power, self._sigma_rels)],
+            buffers="ignore",
+            precision=precision,
+            device=device,
+            include=include,
+            exclude=exclude,
+            trainable_only=trainable_only,
+        )
         self.step = 0
+        self._branches: Branches = ()
+        # The step from which the next snapshot goes on as a new branch; None while one goes on.
+        self._resumed_at: int | None = 0
 
     @property
     def snapshot_every(self) -> int | None:
@@ -518,9 +659,35 @@ class PostHocEMA:
         """
         if (self.step + 1) % self._update_every == 0:
             self._ema.update()
+        if self.step and self.step == self._resumed_at:
+            self._set_aside()
         self.step += 1
         if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
             self.snapshot()
+
+    def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
+        """Call :meth:`update` after each step of the optimizers, until :meth:`detach`.
+
+        Which steps count, and which optimizers are refused, is as in :meth:`EMA.attach()
+        <modkit.EMA.attach>`.
+
+        Args:
+            *optimizers: All optimizers of the model.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            TypeError: If the steps of an optimizer cannot be tracked.
+            ValueError: If there is no optimizer, one is attached already or given twice, or one
+                does not train an averaged parameter.
+        """
+        self._ema._attach("PostHocEMA.attach()", optimizers, self.update)
+        return self
+
+    def detach(self) -> None:
+        """Stop updating after the steps of attached optimizers."""
+        self._ema.detach()
 
     def snapshot(self) -> list[Snapshot]:
         """Save each average to a file of its own.
@@ -536,22 +703,54 @@ class PostHocEMA:
         if not averages:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
 
-        tensors = _persistent(self._ema.model)
-        buffers = {name: tensors[name] for name in tensors if name not in averages[0]}
+        buffers: dict[str, Tensor] = {}
+        left_out: list[str] = []
+        for name, member in NamedTensors(self._ema.model).all().items():
+            if member.persistent and name not in averages[0]:
+                if member.is_parameter and not self._ema._engine.options.chooses(member):
+                    left_out.append(name)
+                else:
+                    buffers[name] = member.current()
         # Between updates the averages are those of the latest one.
         step = self.step - self.step % self._update_every
+        if self._resumed_at is not None:
+            run = _fingerprint(_gathered(averages[0]), step, self._branches)
+            self._branches = (*self._branches, (run, self._resumed_at))
+            self._resumed_at = None
+            self._set_aside()
         return [
-            save_snapshot(self.directory, average, step=step, sigma_rel=width, buffers=buffers)
+            save_snapshot(
+                self.directory,
+                average,
+                step=step,
+                sigma_rel=width,
+                buffers=buffers,
+                left_out=left_out,
+                branches=self._branches,
+            )
             for average, width in zip(averages, self._sigma_rels, strict=True)
         ]
+
+    def _set_aside(self) -> None:
+        """Move later snapshots of this run, which a resume has given up, to a folder beside."""
+        if not self._branches:
+            return
+        for snapshot in find_snapshots(self.directory):
+            is_ours = snapshot.branches[: len(self._branches)] == self._branches
+            if is_ours and snapshot.step > self.step:
+                folder = self.directory / "abandoned"
+                folder.mkdir(exist_ok=True)
+                # Other ranks move the same files.
+                with suppress(FileNotFoundError):
+                    snapshot.path.replace(folder / snapshot.path.name)
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
         """Combine the snapshots in :attr:`directory` into the average of another width.
 
-        Snapshots of later steps than the present one are ignored: they are of a run that was
-        resumed from an earlier checkpoint.
+        Only snapshots of this run are used: not those of other runs in the folder, nor those of a
+        part that was given up when the run was resumed from an earlier checkpoint.
 
         Args:
             sigma_rel: Requested width, below 0.2886, and not below the narrowest of ``sigma_rels``.
@@ -570,9 +769,11 @@ class PostHocEMA:
                 of theirs, or the error is above ``max_error``.
         """
         snapshots = find_snapshots(self.directory)
-        reached = [snapshot for snapshot in snapshots if snapshot.step <= self.step]
+        reached = [s for s in snapshots if s.step <= self.step and s.precedes(self._branches)]
         if not reached:
-            raise FileNotFoundError(f"no snapshots up to step {self.step} in {self.directory}")
+            raise FileNotFoundError(
+                f"no snapshots of this run up to step {self.step} in {self.directory}"
+            )
         return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -580,18 +781,23 @@ class PostHocEMA:
 
         Returns:
             A dict of numbers, lists and tensors, which ``torch.load(weights_only=True)`` reads:
-            ``step``, ``update_every``, ``sigma_rels``, and in ``averages`` a dict of tensors for
-            each width, empty before the first update. Tensors are not copied.
+            ``step``, ``update_every``, ``sigma_rels``, ``branches`` as in
+            :class:`modkit.posthoc.Snapshot`, and in ``averages`` a dict of tensors for each width,
+            empty before the first update. Tensors are not copied.
         """
         return {
             "step": self.step,
             "update_every": self._update_every,
             "sigma_rels": [*self._sigma_rels],
+            "branches": [list(branch) for branch in self._branches],
             "averages": self._averages(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume from a state of :meth:`state_dict`, with bitwise identical results.
+
+        The next update moves snapshots of this run that are of later steps to the folder
+        ``abandoned`` in :attr:`directory`: they contain models that this run will not have had.
 
         Args:
             state_dict: The state of averages with equal options, of the same model. It is validated
@@ -612,6 +818,11 @@ class PostHocEMA:
             if repr(checked.get(name)) != repr(option):
                 checked.refuse(name, f"{option!r}, as in this object")
 
+        # Earlier versions did not save them.
+        branches = _branches_of(state_dict.get("branches", []))
+        if branches is None:
+            checked.refuse("branches", "a list of pairs of an id and a step")
+
         updates = step // self._update_every
         averages = [average.tensors(AVERAGE) for average in checked.each("averages")]
         count = len(self._sigma_rels) if updates else 0
@@ -627,6 +838,8 @@ class PostHocEMA:
         )
         self._ema._load(loaded)
         self.step = step
+        self._branches = branches
+        self._resumed_at = step
 
 
 publish("modkit", PostHocEMA)

@@ -57,6 +57,7 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
     help="Relative width; CKPT are snapshots of PostHocEMA or their directory.",
 )
 @click.option("--step", type=int, help="Step for --ema-sigma; default: the latest.")
+@click.option("--run", help="Id of the run for --ema-sigma, where a directory has several.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
 @click.option("--dry-run", is_flag=True, help="Only compare names and shapes.")
 @ui.json_option
@@ -69,6 +70,7 @@ def average(
     dtype: str | None,
     ema_sigma: float | None,
     step: int | None,
+    run: str | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -83,8 +85,8 @@ def average(
       modkit average run/1.pt run/2.pt --key model --weights 1,2 -o soup.safetensors
       modkit average snapshots/ --ema-sigma 0.1 -o ema.pt
     """  # noqa: D301
-    if step is not None and ema_sigma is None:
-        raise click.UsageError("--step needs --ema-sigma")
+    if ema_sigma is None and (step is not None or run is not None):
+        raise click.UsageError("--step and --run need --ema-sigma")
     if weights is not None and len(weights) != len(checkpoints):
         raise click.UsageError(
             f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
@@ -116,7 +118,8 @@ def average(
                 checkpoints, weights, key=key, prefix=prefix, dtype=torch_dtype, progress=bar
             )
     else:
-        averages, fit = _reconstructed(checkpoints, ema_sigma, step, torch_dtype)
+        result = _reconstructed(checkpoints, ema_sigma, step, run)
+        averages, fit = _averages_and_fit(result, torch_dtype)
         facts |= fit
 
     facts["tensors"] = _save(averages, prefix, output)
@@ -154,20 +157,25 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
 
 
 def _reconstructed(
-    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, dtype: torch.dtype | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the average of a width from snapshots or their directory, and facts of the fit."""
+    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, run: str | None
+) -> posthoc.Reconstruction:
+    """Return the average of a width from snapshots or their directory."""
     is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
     snapshots = checkpoints[0] if is_folder else checkpoints
     with ui.progress("reconstructing"):
-        result = posthoc.reconstruct(snapshots, sigma_rel, step)
+        return posthoc.reconstruct(snapshots, sigma_rel, step, run=run)
 
+
+def _averages_and_fit(
+    result: posthoc.Reconstruction, dtype: torch.dtype | None
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a reconstruction, cast, and facts of the fit."""
     averages = {
         name: cast(name, average, str(average.dtype)[6:], dtype)
         for name, average in result.averages.items()
     }
     facts = {
-        "sigma_rel": sigma_rel,
+        "sigma_rel": result.sigma_rel,
         "step": result.step,
         "snapshots": len(result.snapshots),
         "fit_error": result.fit.error,

@@ -95,7 +95,9 @@ def test_resume(tmp_path, stop):
         train(averages, model, 120 - stop, generator)
 
     whole, parts = (find_snapshots(folder) for folder in folders)
-    assert [each.path.name for each in whole] == [each.path.name for each in parts]
+    assert [(each.step, each.sigma_rel) for each in whole] == [
+        (each.step, each.sigma_rel) for each in parts
+    ]
     for ours, theirs in zip(parts, whole, strict=True):
         assert torch.equal(
             torch.load(ours.path, weights_only=True)["averages"]["weight"],
@@ -158,7 +160,9 @@ def test_no_average_yet(tmp_path):
 
     with pytest.raises(RuntimeError, match="no average to save before the first update"):
         averages.snapshot()
-    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 1 in {tmp_path}"):
+    with pytest.raises(
+        FileNotFoundError, match=f"no snapshots of this run up to step 1 in {tmp_path}"
+    ):
         averages.reconstruct(0.1)
 
 
@@ -170,7 +174,7 @@ def test_a_state_is_loaded_into_tensors_of_its_own(tmp_path):
     state = averages.state_dict()
     averages.update()
 
-    assert list(state) == ["step", "update_every", "sigma_rels", "averages"]
+    assert list(state) == ["step", "update_every", "sigma_rels", "branches", "averages"]
     assert STATE["averages"][0]["weight"].item() == 1
     assert state["averages"][0]["weight"].item() != 1
     assert (state["step"], averages.step) == (1, 2)
