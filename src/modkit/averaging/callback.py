@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
 
 import torch
@@ -9,6 +10,7 @@ from typing_extensions import TypeVar, Unpack
 
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
+from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.options import Device, EMAOptions, Options
 from modkit.averaging.schedules import Decays
@@ -114,6 +116,14 @@ def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -
         )
 
 
+@dataclass(eq=False)
+class _Block:
+    """An open block: the average that it evaluates, and the modes of modules before it."""
+
+    index: int | None
+    modes: list[tuple[torch.nn.Module, bool]] = field(default_factory=list)
+
+
 class Evaluation:
     """The weights that a model is evaluated with, swapped in between two hooks or for a block.
 
@@ -124,19 +134,19 @@ class Evaluation:
 
     def __init__(self) -> None:
         self._swap: AbstractContextManager[None] | None = None
-        self.in_block: bool = False
-        # Index of the average of the block, or None for the training weights.
-        self._index: int | None = None
+        # In the order in which they began. They may end in another one: blocks in generators, in
+        # tasks and in threads do.
+        self._open: list[_Block] = []
+
+    @property
+    def in_block(self) -> bool:
+        """True within a block."""
+        return bool(self._open)
 
     def start(self, ema: EMA[Any], index: int) -> None:
-        """Swap in an average until :meth:`end`; without effect during an evaluation.
-
-        Args:
-            ema: The averages.
-            index: Index of the average. Inside a block its weights take precedence.
-        """
+        """Swap in an average until :meth:`end`; inside a block, its weights take precedence."""
         if self._swap is None:
-            swap = _swapped(ema, self._index if self.in_block else index)
+            swap = _swapped(ema, self._open[-1].index if self._open else index)
             # Loops often evaluate in inference mode. Tensors made there could not be trained.
             with torch.inference_mode(False), torch.no_grad():
                 swap.__enter__()
@@ -175,22 +185,37 @@ class Evaluation:
                 "EMACallback: there are no averages to evaluate, because nothing was trained, or "
                 "other weights were loaded since. Look at callback.ema, which is None then."
             )
-        modes = [(module, module.training) for module in ema.model.modules()]
-        outer_in_block = self.in_block
-        outer_index = self._index
-
+        block = _Block(index)
         try:
-            with _swapped(ema, index):
-                self.in_block = True
-                self._index = index
-                ema.model.eval()
-                yield ema.model
+            try:
+                with _swapped(ema, index):
+                    self._begin(block, ema.model)
+                    yield ema.model
+            finally:
+                self._end(block)
         finally:
-            self._index = outer_index
-            self.in_block = outer_in_block
+            # This completes what a signal has interrupted, and otherwise has no effect.
+            self._end(block)
+
+    @critical
+    def _begin(self, block: "_Block", model: torch.nn.Module) -> None:
+        block.modes = [(module, module.training) for module in model.modules()]
+        self._open.append(block)
+        model.eval()
+
+    @critical
+    def _end(self, block: "_Block") -> None:
+        if block not in self._open:
+            return
+        place = self._open.index(block)
+        if block is self._open[-1]:
             # By attribute: ``train()`` may be overridden to freeze layers.
-            for module, training in modes:
+            for module, training in block.modes:
                 module.training = training
+        else:
+            # The block that began inside this one goes on, and restores these modes when it ends.
+            self._open[place + 1].modes = block.modes
+        del self._open[place]
 
     def __getstate__(self) -> dict[str, Any]:
         # ``EMA`` gives the copy of a model its training weights, so nothing is swapped in there.

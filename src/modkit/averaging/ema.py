@@ -37,6 +37,7 @@ from modkit.averaging.swap import (
     copy_of,
     exchanged,
     forget_casts,
+    give_memory,
     raw_values,
     versions_of,
     write,
@@ -343,18 +344,18 @@ class EMA(Generic[ModelT_co]):
         if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()
 
-        # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
-        step = self.step + 1
-        start = self._start
-        every = self.update_every
-        count = 0 if start is None else step - start
-        is_due = step > self.update_after_step if start is None else count % every == 0
-        if not is_due:
-            self.step = step
-            return
-
         # In this order: leaving inference mode turns gradients on.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+            # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
+            step = self.step + 1
+            start = self._start
+            every = self.update_every
+            count = 0 if start is None else step - start
+            is_due = step > self.update_after_step if start is None else count % every == 0
+            if not is_due:
+                self.step = step
+                return
+
             weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
             taken = self._engine.step(source, Ema(weights), count)
 
@@ -1003,12 +1004,14 @@ class EMA(Generic[ModelT_co]):
             "_overwritten": [],
         }
 
-    @torch.no_grad()
     def __setstate__(self, state: dict[str, Any]) -> None:
         raw: list[tuple[Tensor, Tensor]] = state.pop("_raw")
         self.__dict__.update(state)
-        for tensor, value in raw:
-            write(tensor, value)
+        # In a block a tensor and its average share memory, and so do their copies.
+        with torch.no_grad():
+            for tensor, value in raw:
+                give_memory(tensor, value)
+        self._engine.see_again()
 
 
 publish("modkit", EMA)

@@ -1,5 +1,6 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
@@ -89,7 +90,7 @@ class Engine:
         self._plans: Cache[Plan] = Cache()
         self._swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
-        self._seen: dict[str, tuple[Tensor, int]] = {}
+        self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     def step(self, model: torch.nn.Module, rule: Rule, count: int) -> bool:
         """Take one step towards a model's tensors, which must be those that are averaged.
@@ -110,7 +111,7 @@ class Engine:
                 is not finite.
         """
         # The plan of the latest model, made anew if anything about it has changed.
-        plan = self._plans.get(model, None, lambda: self._plan(model))
+        plan = self._plans.get(model, None, None, lambda: self._plan(model))
         # A flag on a device is not read: it counts as taken.
         taken = plan.step(rule, count) is not False
         self.begun = self.begun or taken
@@ -249,8 +250,8 @@ class Engine:
         reshard(model.modules())
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
-        key = (*values, *map(id, values.values()))
-        return self._swaps.get(model, key, lambda: Pairing(self._named(model), values))
+        facts = (*values, *map(id, values.values()))
+        return self._swaps.get(model, index, facts, lambda: Pairing(self._named(model), values))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied.
@@ -301,13 +302,18 @@ class Engine:
                 # A lazy model may not have it yet.
                 like = buffer if member is None else member.tensor
                 self._copies[name] = shards_of(buffer, like).to(device, copy=True)
-        self._plans = Cache()
+        self._forget_plans()
         self.averages = averages
         self.begun = True
 
+    def _forget_plans(self) -> None:
+        """Drop what is cached of averages that are replaced."""
+        self._plans.clear()
+        self._swaps.clear()
+
     def reset(self) -> None:
         """Drop all values, so that the next step is the first one."""
-        self._plans = Cache()
+        self._forget_plans()
         self._copies = {}
         self._seen = {}
         self.begun = False
@@ -336,7 +342,7 @@ class Engine:
         if self.options.on_nonfinite != "ignore":
             self._check_new(averaged, former_names)
 
-        self._plans = Cache()
+        self._forget_plans()
         self.averages = [
             average.resized(averaged, self.options, former_names) for average in self.averages
         ]
@@ -354,14 +360,26 @@ class Engine:
         new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
         precision.check_finite("EMA", new)
 
+    def _seen_now(self) -> dict[str, Tensor]:
+        """Return the tensors that were last seen, and are still there."""
+        seen = {name: reference() for name, (reference, _) in self._seen.items()}
+        return {name: tensor for name, tensor in seen.items() if tensor is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_seen": self._seen_now()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        seen = state.pop("_seen")
         self.__dict__.update(state)
-        # The tensors of a copy have addresses of their own.
-        self._see({name: tensor for name, (tensor, _) in self._seen.items()})
+        self._see(seen)
+
+    def see_again(self) -> None:
+        """Note the addresses of tensors that were given other memory."""
+        self._see(self._seen_now())
 
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""
-        self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
+        self._seen = {n: (weakref.ref(tensor), _address(tensor)) for n, tensor in averaged.items()}
 
     def _former_names(self, named: NamedTensors) -> dict[str, str]:
         """Map names of the model to those that their averages have.
@@ -377,7 +395,7 @@ class Engine:
         Returns:
             The name in the averages, by the name in the model. New tensors are left out.
         """
-        former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
+        former_of = {id(reference()): name for name, (reference, _) in self._seen.items()}
         members = named.all()
         present = {id(member.tensor) for member in members.values()}
 
@@ -387,7 +405,7 @@ class Engine:
             if former is None:
                 seen = self._seen.get(name)
                 has_average = name in self.averages[0].tensors
-                if has_average and (seen is None or id(seen[0]) not in present):
+                if has_average and (seen is None or id(seen[0]()) not in present):
                     former_names[name] = name
             elif former == name or self._seen[former][1] == _address(member.tensor):
                 former_names[name] = former
@@ -417,7 +435,7 @@ class Engine:
             average.resized(averaged, options, same_names) for average in self.averages
         ]
         self.options = options
-        self._plans = Cache()
+        self._forget_plans()
         if device is not None:
             self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
 

@@ -1,12 +1,13 @@
-"""Critical sections: Ctrl-C and other signals wait until a change is complete."""
+"""Critical sections: signals and other threads wait until a change is complete."""
 
 import functools
 import importlib
+import os
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from typing_extensions import ParamSpec, Self
@@ -28,14 +29,21 @@ _DEFERRED: Final = tuple(
 )
 
 
+# Held in each section. A handler that runs in a section of its own thread may enter another one.
+_lock: Final = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A thread that held it does not exist in the child.
+    os.register_at_fork(after_in_child=cast("Any", _lock)._at_fork_reinit)
+
+
 class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
-    """Let signals wait until a ``with`` block has ended.
+    """Let signals, and the sections of other threads, wait until a ``with`` block has ended.
 
     Python runs the handler of a signal between any two bytecodes of the main thread, so that a
     ``KeyboardInterrupt`` can leave an average half updated, half of a model swapped, or a mode of
     torch entered for good. Inside the block handlers are only noted; they run when it ends, in
-    order. In other threads no handler ever runs, so the block has no effect there. Blocks may be
-    nested.
+    order. In other threads no handler ever runs. Two threads may use one average: only one of them
+    is in a block at a time. Blocks may be nested.
     """
 
     def __enter__(self) -> Self:
@@ -43,6 +51,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._replaced: list[int] = []
         self._waiting: list[tuple[int, FrameType | None]] = []
         if threading.get_ident() != threading.main_thread().ident:
+            _lock.acquire()
             return self
 
         try:
@@ -55,8 +64,9 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
                     _signals.signal(number, self._wait)
         except BaseException:
             # A signal arrived before its own handler was replaced, and after that of another one.
-            self.__exit__()
+            self._leave()
             raise
+        _lock.acquire()
         return self
 
     def _restore(self) -> None:
@@ -70,6 +80,11 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._waiting.append((number, frame))
 
     def __exit__(self, *_: object) -> None:
+        _lock.release()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the signals their handlers back, and call those that have waited."""
         try:
             self._restore()
         except BaseException:
@@ -78,9 +93,6 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
             raise
         for number, frame in self._waiting:
             self._handlers[number](number, frame)
-
-
-_lock: Final = threading.RLock()
 
 
 def critical(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
@@ -95,7 +107,7 @@ def critical(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
-        with uninterrupted(), _lock, torch.no_grad():
+        with uninterrupted(), torch.no_grad():
             return function(*args, **kwargs)
 
     return run

@@ -6,8 +6,9 @@ where the averages live: in tensors of their own, or in the parameters of a copy
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, cast
+from typing import Any, Final, Generic, Protocol
 
 import torch
 from torch import Tensor
@@ -137,48 +138,74 @@ class Watched(Protocol):
 ValueT = TypeVar("ValueT", bound=Watched)
 
 
+# Values are cached for so many models, averages and modes: a training loop may take two averages
+# in turn, and evaluate in another mode than it trains in.
+_MOST_ENTRIES: Final = 4
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[ValueT]):
+    """A cached value, with what it is for."""
+
+    model: weakref.ref[torch.nn.Module]
+    key: object
+    facts: object
+    value: ValueT
+
+
 class Cache(Generic[ValueT]):
-    """A value cached for the latest model, without keeping that model alive. Copies are empty."""
+    """Values cached for the latest models, without keeping those alive. Copies are empty.
+
+    A value may hold the tensors and the children of its model, but not the model itself: it is
+    dropped with the model.
+    """
 
     def __init__(self) -> None:
-        self._value: ValueT | None = None
-        self._key: object = None
-        self._model: Callable[[], object] | None = None
+        # Replaced in one assignment, so that no interrupt leaves a value with another one's model.
+        self._entries: tuple[_Entry[ValueT], ...] = ()
 
-    def get(self, model: torch.nn.Module, key: object, make: Callable[[], ValueT]) -> ValueT:
-        """Return the cached value, made anew if the model, the key, or what it watches has changed.
+    def get(
+        self, model: torch.nn.Module, key: object, facts: object, make: Callable[[], ValueT]
+    ) -> ValueT:
+        """Return the cached value, made anew if the facts, or what it watches, have changed.
 
         Args:
             model: The model that the value belongs to.
-            key: What else it depends on, compared by ``==``.
+            key: Which of the values for this model, compared by ``==``.
+            facts: What else the value depends on, compared by ``==``.
             make: Makes the value.
-
-        Returns:
-            The value.
         """
-        value = self._value
-        if (
-            value is None
-            or self._key != key
-            or cast("Any", self._model)() is not model
-            or value.watch.changed()
-        ):
-            # After an error in ``make`` there is no value: the old one is out of date.
-            self._value = None
-            self._value = value = make()
-            self._key = key
-            # A method as the callback would make a cycle, which keeps the averages until collected.
-            self._model = weakref.ref(model, partial(_clear, weakref.ref(self)))
+        # The guards of torch compare the modes, too.
+        key = (key, torch.is_inference_mode_enabled(), torch.is_autocast_enabled())
+        key = (*key, torch.is_autocast_enabled("cpu"))
+        others: list[_Entry[ValueT]] = []
+        for entry in self._entries:
+            if entry.model() is not model or entry.key != key:
+                others.append(entry)
+            elif entry.facts == facts and not entry.value.watch.changed():
+                return entry.value
+
+        # After an error in ``make`` there is no value: the old one is out of date.
+        self._entries = tuple(others)
+        value = make()
+        # A method as the callback would make a cycle, which keeps the averages until collected.
+        reference = weakref.ref(model, partial(_forget, weakref.ref(self)))
+        entry = _Entry(reference, key, facts, value)
+        self._entries = (entry, *others[: _MOST_ENTRIES - 1])
         return value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self._entries = ()
 
     @override
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()
 
 
-def _clear(cache: weakref.ref[Cache[Any]], _: object) -> None:
+def _forget(cache: weakref.ref[Cache[Any]], model: weakref.ref[torch.nn.Module]) -> None:
     # No global name: as the interpreter exits, those of this module may be None before the model
     # dies.
     owner = cache()
     if owner is not None:
-        owner._value = owner._key = owner._model = None
+        owner._entries = (*(entry for entry in owner._entries if entry.model is not model),)

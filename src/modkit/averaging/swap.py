@@ -7,6 +7,7 @@ between, an error or a signal, the training weights can be restored from what is
 import copy
 import operator
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
@@ -175,6 +176,15 @@ def write(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
+def give_memory(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values in memory of its own, which it may share with another tensor."""
+    if is_sharded(tensor) or is_wrapper(tensor):
+        # Their elements are exchanged in a swap, so they never share memory.
+        write(tensor, value)
+    else:
+        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
+
+
 def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
     """Give tensors of a model other values, by name.
 
@@ -219,12 +229,22 @@ _PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 class _Before(NamedTuple):
-    """A module as it was when a swap was prepared."""
+    """A module as it was when a swap was prepared.
 
-    module: torch.nn.Module
+    The tables of its parents keep it alive, and nothing the model itself, which a cached swap must
+    not.
+    """
+
+    reference: weakref.ref[torch.nn.Module]
     kind: type
     tables: dict[str, Any]
     hooks: dict[int, Any]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        module = self.reference()
+        assert module is not None, "the model of a swap is alive"
+        return module
 
 
 def _computing_hooks(module: torch.nn.Module) -> dict[int, Any]:
@@ -254,14 +274,15 @@ class Registered:
         self._watch = watch
         self._names = {id(tensor): name for name, tensor, _ in pairs}
         self._before: list[_Before] = []
-        self._recurrent = [each for each in named.modules if isinstance(each, torch.nn.RNNBase)]
+        recurrent = (each for each in named.modules if isinstance(each, torch.nn.RNNBase))
+        self._recurrent = [*map(weakref.ref, recurrent)]
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             tables = {name: copied(getattr(module, name)) for name, copied in _PUT_BACK.items()}
             hooks = _computing_hooks(module)
-            self._before.append(_Before(module, type(module), tables, hooks))
+            self._before.append(_Before(weakref.ref(module), type(module), tables, hooks))
 
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
@@ -274,7 +295,8 @@ class Registered:
         They are in new memory then. A layer keeps what it has if only some weights are swapped: the
         others would stay in that memory when the block ends.
         """
-        for module in self._recurrent:
+        for reference in self._recurrent:
+            module = cast("torch.nn.RNNBase", reference())
             if all(id(weight) in self._names for weight in module._flat_weights):
                 module.flatten_parameters()
 
@@ -374,6 +396,7 @@ class Swap:
             [*sharded_places(self._tensors), *wrapper_places(self._tensors)]
         )
         self._held: list[Tensor] = []
+        self._values: list[Tensor] = []
         self.raws: list[Tensor] = []
         self._pointers: list[int] = []
         self.versions: list[int] = []
@@ -398,6 +421,7 @@ class Swap:
             elif value.dtype is not raw.dtype or value.device != raw.device:
                 values[index] = value.to(raw.device, raw.dtype)
 
+        self._values = values
         # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
         self._exchange(values)
@@ -499,7 +523,9 @@ class Swap:
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
-            if pointers[index] != self._pointers[index]:
+            # Memory that was moved as a whole, by ``share_memory()``, is still that of the value.
+            is_moved = pointers[index] != self._pointers[index]
+            if is_moved and pointers[index] != _pointers([self._values[index]])[0]:
                 return self._message(index, MSG_CONVERTED_INSIDE)
             if versions[index] != self.versions[index]:
                 return self._message(index, self._written(index))

@@ -1,4 +1,5 @@
 import contextlib
+import copy
 import gc
 import inspect
 import json
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging import interrupts, swap
+from modkit.averaging import callback, interrupts, plan, swap
 from modkit.averaging.interrupts import uninterrupted
 from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
@@ -98,7 +99,13 @@ class RaiseAtUndo:
 class RaiseAtLine:
     """Raises at one of the lines of a swap that run, counted from 0; None only counts them."""
 
-    FILES = (swap.__file__, inspect.getfile(modkit.EMA), contextlib.__file__)
+    FILES = (
+        swap.__file__,
+        plan.__file__,
+        callback.__file__,
+        inspect.getfile(modkit.EMA),
+        contextlib.__file__,
+    )
 
     def __init__(self, number: int | None, kind: type[BaseException]) -> None:
         self.number, self.kind, self.lines = number, kind, 0
@@ -167,6 +174,42 @@ def test_every_line_of_a_swap_may_raise(make, kind, ending) -> None:
         assert all(map(torch.equal, dense([*model.parameters(), *model.buffers()]), weights))
         assert all(map(torch.equal, dense(v for _, v in ema.named_averages()), averages))
     assert counted.lines > 60
+
+
+@for_each("first", [True, False])
+@for_each("place", ["model", "twin"])
+@pytest.mark.usefixtures("uncollected")
+def test_every_line_of_an_evaluation_may_raise(place: str, first: bool) -> None:
+    """Later evaluations see the average of their own model, whichever was interrupted, and modes are back."""
+
+    def start() -> tuple["modkit.EMACallback[nn.Module]", dict[str, nn.Module]]:
+        evaluation = modkit.EMACallback(plain(), decay=0.5)
+        for value in 1.0, 2.0:
+            set_to(evaluation.model, value)
+            evaluation.step()
+        models = {"model": evaluation.model, "twin": copy.deepcopy(evaluation.model)}
+        if not first:
+            for model in models.values():
+                look(evaluation, model)
+        return evaluation, models
+
+    def look(evaluation: "modkit.EMACallback[nn.Module]", model: nn.Module) -> float:
+        with evaluation.evaluating(), evaluation.ema.applied(model):
+            return model[0].weight[0, 0].item()
+
+    number = lines = 0
+    while number <= lines:
+        evaluation, models = start()
+        tracer = RaiseAtLine(number - 1 if number else None, KeyboardInterrupt)
+        tracer.run(lambda e=evaluation, m=models[place]: look(e, m))
+        lines = max(lines, tracer.lines)
+        number += 1
+
+        assert all(module.training for module in evaluation.model.modules())
+        assert not evaluation._evaluation.in_block
+        assert [look(evaluation, model) for model in models.values()] == [1.5, 1.5]
+        assert [model[0].weight[0, 0].item() for model in models.values()] == [2.0, 2.0]
+    assert lines > 90
 
 
 def test_a_write_to_a_sparse_buffer_is_noticed() -> None:
