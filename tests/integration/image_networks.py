@@ -1,14 +1,9 @@
 """The networks that the tests of this folder hand to libraries, built from a given ``nn``."""
 
 from types import ModuleType
-from typing import Final
 
 import torch
 from torch import Tensor
-
-
-# Multiply-adds for one image: outputs times the size of the kernel, without biases.
-MULTIPLY_ADDS: Final = 8 * 8 * 8 * (3 * 3 * 3) + 4 * 2 * 2 * (8 * 3 * 3) + 3 * 16
 
 
 def image_net(nn: ModuleType) -> torch.nn.Module:

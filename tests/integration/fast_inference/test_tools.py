@@ -250,6 +250,8 @@ def ema_pytorch_copy(net: torch.nn.Module) -> object:
 GRADIENTS: Final = ("Saliency", "IntegratedGradients", "InputXGradient")
 RULES: Final = ("DeepLift", "LRP", "GuidedBackprop", "Deconvolution")
 LAYERS: Final = ("LayerGradCam", "LayerConductance", "LayerDeepLift")
+# These are given a network that has parameters of its own beside the layers.
+COUNTERS: Final = ("torchinfo_summary", "thop_profile", "fvcore_count")
 PROBES: Final[dict[str, Callable[[Any], object]]] = {
     **{
         probe.__name__: probe
@@ -281,46 +283,17 @@ PROBES: Final[dict[str, Callable[[Any], object]]] = {
 }
 
 
-@for_each("namespace", [torch.nn, modkit.nn], ids=["torch", "modkit"])
 @for_each("name", PROBES)
-def test_tool(name: str, namespace: ModuleType) -> None:
-    """A tool that runs inside the scope finds, computes and leaves behind what it does outside."""
-    plain, inside = both(lambda: image_net(namespace).eval(), PROBES[name])
+def test_tool(name: str) -> None:
+    """A tool finds, computes and leaves behind the same on torch and on modkit, outside and inside."""
+    build = scaled_net if name in COUNTERS else image_net
+    on_torch, on_modkit = (
+        both(lambda nn=nn: build(nn).eval(), PROBES[name]) for nn in (torch.nn, modkit.nn)
+    )
+    plain, *others = *on_torch, *on_modkit
 
-    assert plain == inside
+    assert others == [plain] * 3
     assert plain[0] not in (None, freeze([]), freeze({}))
-
-
-@pytest.mark.parametrize("name", ["thop_profile", "torchinfo_summary", "fvcore_count"])
-def test_tool_on_free_parameters(name: str) -> None:
-    """The counters count a user's own parameters and buffers beside the layers, too."""
-    plain, inside = both(lambda: scaled_net(modkit.nn).eval(), PROBES[name])
-
-    assert plain == inside
-
-
-@for_each(
-    "entry",
-    named("timm-resnet18", "torchvision-mobilenet_v2", "timm-vit_tiny_patch16_224"),
-    ids=str,
-)
-@for_each("name", ["torchinfo", "fvcore", "thop"])
-def test_counters_on_the_zoo(name: str, entry: Entry) -> None:
-    """The counters give the same counts for models of libraries."""
-    x = entry.inputs()["0"][:1]
-
-    def probe(model: torch.nn.Module) -> object:
-        if name == "torchinfo":
-            return str(need(name).summary(model, input_data=x, verbose=0, depth=9))
-        if name == "thop":
-            return need(name).profile(model, (x,), verbose=False)
-        counts = need("fvcore.nn").FlopCountAnalysis(model, x)
-        counts.unsupported_ops_warnings(enabled=False)
-        return counts.total(), dict(counts.by_module()), dict(counts.by_operator())
-
-    plain, inside = both(entry.build, probe)
-
-    assert plain == inside
 
 
 def test_feature_extractor_of_torchvision() -> None:

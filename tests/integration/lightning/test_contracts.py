@@ -1,4 +1,7 @@
-"""Each exception in the docstrings of the callback is raised as stated."""
+"""Exceptions in the docstrings of the callback are raised as stated.
+
+What it shares with the callback for loops is in tests/unit/averaging/test_callback_contracts.py.
+"""
 
 from types import SimpleNamespace
 
@@ -54,7 +57,6 @@ def end_with_average(net, callback):
 
 
 changed = with_ema(drop_last)
-changed_after_end = with_ema(drop_last, swap_to_average_at_end=True)
 at_end = with_ema(end_with_average)
 changed_at_end = with_ema(drop_last, at_end)
 with_index = with_ema(lambda net, callback: setattr(callback, "index", 3))
@@ -113,27 +115,6 @@ def inside(use):
     return call
 
 
-def enter(name, **arguments):
-    """Return a call that enters a block."""
-
-    def call(net, callback, trainer):
-        with getattr(callback, name)(**arguments):
-            pass
-
-    return call
-
-
-def write_in(name):
-    """Return a call that writes to a weight in a block in a validation."""
-
-    def call(net, callback, trainer):
-        start(net, callback, trainer)
-        with getattr(callback, name)():
-            net.net[0].weight.data = torch.zeros(6, 4)
-
-    return call
-
-
 def write_and_end(net, callback, trainer):
     """End a validation that has written to a weight."""
     callback._evaluation.start(callback.ema, 0)
@@ -162,26 +143,15 @@ def start(net, callback, trainer):
     callback.on_validation_start(trainer, net)
 
 
-def statistics(batches=(torch.zeros(2, 4),)):
-    """Return a call that computes statistics."""
-    return lambda net, callback, trainer: callback.update_bn(batches)
-
-
 end_epoch = lambda net, callback, trainer: callback.on_train_epoch_end(EPOCH_END, net)
 members = lambda net, callback, trainer: callback.members_of(trainer, {"state_dict": {}})
 read_state = lambda net, callback, trainer: callback.state_dict()
 
 
 ROWS = [
-    ("__init__", TypeError, new, create(index="0")),
     ("__init__", TypeError, new, create(update_every_n_steps=1.5)),
     ("__init__", TypeError, new, create(update_starting_at_epoch="1")),
-    ("__init__", TypeError, new, create(decay="0.9")),
-    ("__init__", TypeError, new, create(warmup=True)),
-    ("__init__", ValueError, new, create(precision="fp8")),
     ("__init__", ValueError, new, create(update_starting_at_step=-1)),
-    ("__init__", IndexError, new, create(index=1)),
-    ("__init__", RuntimeError, new, create(device="paper")),
     ("setup", RuntimeError, fitted, inside(hook("setup", "fit"))),
     ("on_fit_start", TypeError, with_other_optimizer, hook("on_fit_start")),
     (
@@ -203,19 +173,6 @@ ROWS = [
     ("on_validation_start", IndexError, with_index, start),
     ("on_validation_start", NameMismatchError, changed, start),
     ("on_validation_end", RuntimeError, fitted, write_and_end),
-    ("evaluating", IndexError, fitted, enter("evaluating", index=1)),
-    ("evaluating", TypeError, fitted, enter("evaluating", index="0")),
-    ("evaluating", NameMismatchError, changed, enter("evaluating")),
-    ("evaluating", RuntimeError, new, enter("evaluating")),
-    ("evaluating", RuntimeError, fitted, write_in("evaluating")),
-    ("evaluating_training_weights", RuntimeError, new, enter("evaluating_training_weights")),
-    ("evaluating_training_weights", RuntimeError, fitted, write_in("evaluating_training_weights")),
-    (
-        "evaluating_training_weights",
-        NameMismatchError,
-        changed_after_end,
-        enter("evaluating_training_weights"),
-    ),
     ("state_dict", NameMismatchError, changed, read_state),
     ("state_dict", RuntimeError, fitted, inside(read_state)),
     ("state_dict", ValueError, of_two, read_state),
@@ -226,12 +183,6 @@ ROWS = [
     ("members_of", IndexError, with_index, members),
     ("members_of", NameMismatchError, changed, members),
     ("on_load_checkpoint", RuntimeError, fitted, load),
-    ("update_bn", IndexError, with_index, statistics()),
-    ("update_bn", RuntimeError, new, statistics()),
-    ("update_bn", RuntimeError, fitted, inside(statistics())),
-    ("update_bn", NameMismatchError, changed, statistics()),
-    ("update_bn", TypeError, fitted, statistics(3)),
-    ("update_bn", ValueError, fitted, statistics([])),
 ]
 
 
@@ -243,15 +194,3 @@ def test_each_exception_is_raised(name, error, make, use, tmp_path) -> None:
         use(*run)
 
     assert error.__name__ in contracts.entries(EMACallback, name, "Raises")
-
-
-def test_each_exception_has_a_row() -> None:
-    """No docstring names an exception that is not tested."""
-    tested = {(name, error.__name__) for name, error, *_ in ROWS}
-
-    assert contracts.raised(EMACallback) == tested
-
-
-def test_each_member_is_documented() -> None:
-    """The docstrings describe arguments and results; Lightning passes those of its hooks."""
-    assert contracts.undocumented(EMACallback) == []

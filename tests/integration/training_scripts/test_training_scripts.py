@@ -1,6 +1,7 @@
 """Training scripts of the public, on torch and with the imports changed to modkit.
 
-Each file in scripts/ is a short rendition of one public script, which its docstring names.
+Each file in scripts/ is a short rendition of one public script, which its docstring names. The scripts
+themselves run in `python -m tests.suites.training_scripts`.
 """
 
 import re

@@ -1,4 +1,7 @@
-"""Each exception in the docstrings of the callback is raised as stated."""
+"""Exceptions in the docstrings of the callback are raised as stated.
+
+What it shares with the callback for loops is in tests/unit/averaging/test_callback_contracts.py.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,11 +37,6 @@ def changed(folder: Path, **options: Any) -> tuple[Any, Any]:
     return run, callback
 
 
-def changed_after_end(folder: Path) -> tuple[Any, Any]:
-    """Return a Trainer whose model has lost its last norm since training has ended."""
-    return changed(folder, swap_to_average_at_end=True)
-
-
 def best_is(step: int, **content: Any) -> Callable[[Path], tuple[Any, Any]]:
     """Return a Trainer whose best checkpoint has another content."""
 
@@ -62,26 +60,6 @@ attach_another: Use = lambda run, callback: EMACallback(0.9).attach(run)
 def create(**options: Any) -> Use:
     """Return a call of the constructor."""
     return lambda run, callback: EMACallback(**options)
-
-
-def enter(name: str, **arguments: Any) -> Callable[[Any, Any], None]:
-    """Return a call that enters a block."""
-
-    def call(run: Any, callback: Any) -> None:
-        with getattr(callback, name)(**arguments):
-            pass
-
-    return call
-
-
-def write_in(name: str) -> Callable[[Any, Any], None]:
-    """Return a call that writes to the weights in a block in an evaluation."""
-
-    def call(run: Any, callback: Any) -> None:
-        with callback.evaluating(), getattr(callback, name)():
-            run.model.lm_head.weight.data = torch.zeros(32, 8)
-
-    return call
 
 
 def begin(run: Any, callback: Any, **options: Any) -> None:
@@ -127,28 +105,9 @@ def end_of_another(run: Any, callback: Any) -> None:
 
 
 ROWS: list[tuple[str, type[Exception], Callable[[Path], Any], Callable[[Any, Any], object]]] = [
-    ("__init__", TypeError, new, create(index="0")),
-    ("__init__", TypeError, new, create(decay="0.9")),
-    ("__init__", TypeError, new, create(warmup=True)),
     ("__init__", ValueError, new, create(save="both")),
-    ("__init__", ValueError, new, create(precision="fp8")),
-    ("__init__", IndexError, new, create(index=1)),
-    ("__init__", RuntimeError, new, create(device="paper")),
     ("attach", TypeError, new, attach_to_a_model),
     ("attach", ValueError, new, attach_another),
-    ("evaluating", IndexError, trained, enter("evaluating", index=1)),
-    ("evaluating", TypeError, trained, enter("evaluating", index="0")),
-    ("evaluating", NameMismatchError, changed, enter("evaluating")),
-    ("evaluating", RuntimeError, new, enter("evaluating")),
-    ("evaluating", RuntimeError, trained, write_in("evaluating")),
-    ("evaluating_training_weights", RuntimeError, new, enter("evaluating_training_weights")),
-    ("evaluating_training_weights", RuntimeError, trained, write_in("evaluating_training_weights")),
-    (
-        "evaluating_training_weights",
-        NameMismatchError,
-        changed_after_end,
-        enter("evaluating_training_weights"),
-    ),
     ("on_train_begin", RuntimeError, new, begin_unattached),
     ("on_train_begin", TypeError, new, begin_with_a_model),
     ("on_train_begin", ValueError, new, begin_without_names),
@@ -171,15 +130,3 @@ def test_each_exception_is_raised(
         use(run, callback)
 
     assert error.__name__ in contracts.entries(EMACallback, name, "Raises")
-
-
-def test_each_exception_has_a_row() -> None:
-    """No docstring names an exception that is not tested."""
-    tested = {(name, error.__name__) for name, error, *_ in ROWS}
-
-    assert contracts.raised(EMACallback) == tested
-
-
-def test_each_member_is_documented() -> None:
-    """The docstrings describe arguments and results; the Trainer passes those of its events."""
-    assert contracts.undocumented(EMACallback) == []
