@@ -99,6 +99,12 @@ MSG_REPLACED_INSIDE: Final = (
     "parametrizations or assign parameters, take averaged_model()"
 )
 
+MSG_COPY_WRITTEN: Final = (
+    "EMA: {name}, a buffer that is copied with the average, was written to or replaced inside "
+    "applied(). The model has its training value again, and the next update renews the copy. To "
+    "leave the buffer to the model, pass buffers={{'{name}': 'ignore'}}"
+)
+
 MSG_BUFFER_OPTION: Final = (
     "If an evaluation may change this buffer, pass buffers={{'{name}': 'ignore'}}: it then keeps "
     "the model's value"

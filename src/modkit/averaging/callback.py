@@ -71,7 +71,8 @@ def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
         Nothing.
     """
     # In this order: full parameters that a forward has left would hide the shards.
-    with resharded(model), exchanged(pairs_for(NamedTensors(model), ema.training_weights())):
+    pairs = pairs_for(NamedTensors(model), ema.training_weights())
+    with resharded(model), exchanged(pairs, copied=ema._engine.copied_names()):
         yield
 
 

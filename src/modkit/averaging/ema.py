@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
+from modkit._messages import MSG_COPY_WRITTEN
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
@@ -81,8 +82,9 @@ class EMA(Generic[ModelT_co]):
         device: Device of the averages. Default: that of each parameter.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
-            have no average: they are copied, and ignored only if a glob says so. Ignore a buffer
-            that an evaluation writes to, such as a cache or its position.
+            have no average: they are copied, and ignored only if a glob says so. Buffers that are
+            not persistent, such as caches and masks, are ignored unless a glob names them. Ignore a
+            persistent one that an evaluation writes to.
         include: Globs of names, or a predicate: parameters to average. Default: all.
         exclude: Globs of names, or a predicate: parameters not to average.
         trainable_only: Average only parameters that require gradients at the first update. One that
@@ -185,6 +187,8 @@ class EMA(Generic[ModelT_co]):
         # with their versions: until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
         self._overwritten: list[tuple[str, Tensor, int]] = []
+        # Copied buffers that a block has written to, each of which was warned of.
+        self._written: set[str] = set()
         self._steps = OptimizerSteps()
         self._module: AveragedCopy[ModelT_co] | None = None
 
@@ -516,15 +520,31 @@ class EMA(Generic[ModelT_co]):
             TypeError: If ``index`` is not an int, or ``model`` is not a module, or contains
                 ``FullyShardedDataParallel``.
             NameMismatchError: If the model is not the one that is averaged.
-            RuntimeError: At the end, if the block has written to swapped tensors, and so to the
+            RuntimeError: At the end, if the block has written to averaged tensors, and so to the
                 average; has cast or moved them; or has replaced parameters or their modules, which
                 are put back. The training weights are restored. A block that raised gets a note
                 instead.
+
+        Warns:
+            UserWarning: If the block has written to or replaced a buffer that is copied, not
+                averaged, once for each. The model has its training value again after the block,
+                and the next update renews the copy.
         """
         target = self.model if model is None else model
         pairing = self._engine.pairing(target, index)
-        with resharded(target), exchanged(pairing.pairs, pairing.registered):
+        swapped = exchanged(
+            pairing.pairs, pairing.registered, pairing.copied, self._warn_of_written
+        )
+        with resharded(target), swapped:
             yield
+
+    def _warn_of_written(self, names: Iterable[str]) -> None:
+        """Warn once of each copied buffer that a block has written to."""
+        new = [name for name in names if name not in self._written]
+        self._written.update(new)
+        for name in new:
+            # From here through two context managers to the block.
+            warnings.warn(MSG_COPY_WRITTEN.format(name=name), stacklevel=6)
 
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
         """Copy an average into a model; no effect before the first update.

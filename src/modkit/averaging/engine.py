@@ -1,7 +1,7 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any, SupportsIndex, cast
 
@@ -35,9 +35,11 @@ class Pairing:
     Args:
         named: The tensors of the model.
         values: The values of the average by name.
+        copied: Names of buffers that are copied, not averaged.
 
     Attributes:
         pairs: Name, tensor of the model, and value of the average.
+        copied: Names of buffers that are copied, not averaged.
         registered: The modules' members, which a swap puts back if its block replaces them.
         watch: Notices tensors that were replaced, moved, cast or reshaped.
 
@@ -45,8 +47,9 @@ class Pairing:
         NameMismatchError: If names or shapes do not match.
     """
 
-    def __init__(self, named: NamedTensors, values: Tensors) -> None:
+    def __init__(self, named: NamedTensors, values: Tensors, copied: Iterable[str]) -> None:
         self.pairs: Pairs = pairs_for(named, values)
+        self.copied: frozenset[str] = frozenset(copied)
         tensors = [tensor for _, tensor, _ in self.pairs]
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in self.pairs)
@@ -221,6 +224,10 @@ class Engine:
         average = self.averages[index]
         return {**average.tensors, **self._copied(), **average.statistics}
 
+    def copied_names(self) -> AbstractSet[str]:
+        """Return the names of the copied buffers."""
+        return self._copies.keys()
+
     def _copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
@@ -251,7 +258,10 @@ class Engine:
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
         facts = (*values, *map(id, values.values()))
-        return self._swaps.get(model, index, facts, lambda: Pairing(self._named(model), values))
+        copied = self._copies.keys() - self.averages[index].statistics.keys()
+        return self._swaps.get(
+            model, index, facts, lambda: Pairing(self._named(model), values, copied)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied.

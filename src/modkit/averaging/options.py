@@ -324,13 +324,16 @@ class Options:
                 return "copy" if self.copy_rest else "ignore"
             return "average" if has_average or self.integers else "copy"
 
-        if isinstance(self.buffers, str):
-            return self.buffers if has_average else "copy"
-        for glob, policy in self.buffers.items():
-            # The first glob that matches decides.
-            if fnmatch.fnmatchcase(member.name, glob):
-                return "copy" if policy == "average" and not has_average else policy
-        return "copy"
+        # The first glob that matches decides.
+        globs = self.buffers.items() if isinstance(self.buffers, Mapping) else ()
+        asked = (policy for glob, policy in globs if fnmatch.fnmatchcase(member.name, glob))
+        policy = next(asked, None)
+        if policy is None:
+            # What torch leaves out of the state is no state: a cache, a mask, a table of angles.
+            if not (member.persistent or self.copy_rest):
+                return "ignore"
+            policy = self.buffers if isinstance(self.buffers, str) and has_average else "copy"
+        return "copy" if policy == "average" and not has_average else policy
 
     def split(
         self, model: NamedTensors, averaged: Iterable[str] = ()

@@ -9,7 +9,7 @@ import operator
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Set as AbstractSet
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
@@ -301,33 +301,30 @@ class Registered:
                 module.flatten_parameters()
 
     @critical
-    def undo(self) -> str | None:
-        """Put back swapped tensors, and modules of them, that were replaced.
-
-        Returns:
-            The name of a tensor that was replaced; None if there is none.
-        """
+    def undo(self) -> list[str]:
+        """Put back swapped tensors, and modules of them, that were replaced; return their names."""
         if not self._watch.changed():
-            return None
+            return []
         # After a forward, FSDP's full parameters are registered in place of the shards.
         reshard(before.module for before in self._before)
 
-        first_name: str | None = None
+        replaced: list[str] = []
         # From the leaves up, so that a child that was removed has its own members back.
         for before in reversed(self._before):
-            name = self._replaced_in(before)
-            if name is not None:
-                first_name = name
+            names = self._replaced_in(before)
+            if names:
+                replaced = names + replaced
                 _put_back(before)
 
-        if first_name is not None:
+        if replaced:
             for kind, members in self._classes:
                 for name in members.keys() - vars(kind).keys():
                     setattr(kind, name, members[name])
-        return first_name
+        return replaced
 
-    def _replaced_in(self, before: _Before) -> str | None:
-        """Return the first swapped tensor that a module, or a child of it, no longer has."""
+    def _replaced_in(self, before: _Before) -> list[str]:
+        """Return the names of swapped tensors that a module, or a child of it, no longer has."""
+        names: list[str] = []
         for table in ("_parameters", "_modules", "_buffers"):
             current = getattr(before.module, table)
             for key, member in before.tables[table].items():
@@ -335,10 +332,8 @@ class Registered:
                     continue
                 # A module without swapped parameters may be replaced, as an adapter without an
                 # average is.
-                names = self._names_in(member)
-                if names:
-                    return names[0]
-        return None
+                names += self._names_in(member)
+        return names
 
     def _names_in(self, member: Any) -> list[str]:
         """Return the names of swapped tensors: of one, or of all parameters below a module."""
@@ -378,8 +373,10 @@ class Swap:
 
     Args:
         pairs: Name, tensor of a model, and the value that it is to have.
+        copied: Names of copied buffers, which the block may write to and replace.
 
     Attributes:
+        written: Names of copied buffers that the block has written to or replaced.
         raws: The data that :meth:`undo` restores, in the order of ``pairs``.
         versions: Version counters after the exchange, by which writes of the user are detected.
     """
@@ -387,8 +384,10 @@ class Swap:
     # While the interpreter exits, the globals of this file may be gone, and no model is used again.
     _is_finalizing = staticmethod(sys.is_finalizing)
 
-    def __init__(self, pairs: Iterable[Pair]) -> None:
+    def __init__(self, pairs: Iterable[Pair], copied: AbstractSet[str] = frozenset()) -> None:
         self._pairs = list(pairs)
+        self._copied = copied
+        self.written: list[str] = []
         # Lists of one order, that of the pairs. ``_held`` has the local shards of sharded tensors.
         self._tensors = [tensor for _, tensor, _ in self._pairs]
         # Places of shards and of wrappers, whose data are not theirs: elements are exchanged.
@@ -492,12 +491,14 @@ class Swap:
                 self._exchange(self.raws)
             forget_casts()
 
-        replaced = None if registered is None else registered.undo()
+        replaced = [] if registered is None else registered.undo()
         active_swaps.remove(self)
-        if replaced is None:
+        self.written += [name for name in replaced if name in self._copied]
+        lost = [name for name in replaced if name not in self._copied]
+        if not lost:
             return problem
         names = [name for name, *_ in self._pairs]
-        return self._message(names.index(replaced), MSG_REPLACED_INSIDE)
+        return self._message(names.index(lost[0]), MSG_REPLACED_INSIDE)
 
     def _undo_each(self, later: list["Swap"]) -> None:
         """Restore the tensors that no later swap holds; the next later one gets the others' data.
@@ -519,16 +520,25 @@ class Swap:
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
 
-        for index, (_, tensor, _) in enumerate(self._pairs):
+        for index, (name, tensor, _) in enumerate(self._pairs):
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
             # Memory that was moved as a whole, by ``share_memory()``, is still that of the value.
             is_moved = pointers[index] != self._pointers[index]
-            if is_moved and pointers[index] != _pointers([self._values[index]])[0]:
-                return self._message(index, MSG_CONVERTED_INSIDE)
-            if versions[index] != self.versions[index]:
-                return self._message(index, self._written(index))
+            is_replaced = is_moved and pointers[index] != _pointers([self._values[index]])[0]
+            is_written = versions[index] != self.versions[index]
+            if not (is_replaced or is_written):
+                continue
+            if name not in self._copied:
+                template = MSG_CONVERTED_INSIDE if is_replaced else self._written(index)
+                return self._message(index, template)
+            self.written.append(name)
+            # A block around this one, with an average of the same model, is not told again.
+            for swap in active_swaps:
+                place = swap.position(tensor)
+                if place is not None:
+                    swap.versions[place] = versions[index]
         return None
 
     def _written(self, index: int) -> str:
@@ -647,12 +657,19 @@ def versions_of(tensors: list[Tensor]) -> list[int]:
 
 
 @contextmanager
-def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Generator[None]:
+def exchanged(
+    pairs: Iterable[Pair],
+    registered: Registered | None = None,
+    copied: AbstractSet[str] = frozenset(),
+    note: Callable[[list[str]], None] | None = None,
+) -> Generator[None]:
     """Exchange data for the length of a block, which must not change or replace the tensors.
 
     Args:
         pairs: Name, tensor of a model, and value that it has in the block.
         registered: The modules as they are, to put back parameters that the block replaces.
+        copied: Names of copied buffers, which the block may write to and replace.
+        note: Called with the names of those that it has written to or replaced.
 
     Yields:
         Nothing.
@@ -661,7 +678,7 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
         RuntimeError: At the end, if the block has changed or replaced them. If it has raised an
             error of its own, that one gets a note.
     """
-    swap = Swap(pairs)
+    swap = Swap(pairs, copied)
     # It undoes the swap if a signal prevents all of what follows.
     owner = _Owner()
     owner.swap = swap
@@ -683,6 +700,8 @@ def exchanged(pairs: Iterable[Pair], registered: Registered | None = None) -> Ge
 
     if problem is not None:
         raise RuntimeError(problem)
+    if note is not None and swap.written:
+        note(swap.written)
 
 
 def raw_values(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -474,7 +474,6 @@ REPLACES = {
     "parametrize": lambda net: torch.nn.utils.parametrizations.weight_norm(net[0]),
     "cast": nn.Module.double,
     "buffer": lambda net: setattr(net[1], "running_var", torch.ones(6)),
-    "transient": lambda net: delattr(net[1], "cache"),
     "hide": hide,
     "mask": lambda net: prune.l1_unstructured(net[0], "weight", 2),
     "norm": lambda net: utils.spectral_norm(net[0]),
@@ -487,7 +486,6 @@ REPLACES = {
 def test_replaced_members_are_put_back(change, ending, policy) -> None:
     """A block that replaces, or casts, what a model holds ends with an error, and it is as before."""
     net = network()
-    net[1].register_buffer("cache", torch.ones(2), persistent=False)
     ema = half(net, buffers=policy)
     batch = torch.randn(5, 4)
     net(batch)
@@ -502,17 +500,23 @@ def test_replaced_members_are_put_back(change, ending, policy) -> None:
             if ending == "error":
                 raise KeyError("inside")
 
-    with pytest.raises((RuntimeError, KeyError)) as caught:
+    # A copied buffer is the model's again, and its copy is renewed by the next update.
+    is_copy = policy == "copy" and change in {"buffer", "hide"}
+    expectation = (
+        pytest.warns(UserWarning, match=r"running_var, a buffer that is copied.*'ignore'")
+        if is_copy and ending == "normal"
+        else pytest.raises((RuntimeError, KeyError))
+    )
+    with expectation as caught:
         work()
-    texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
     net.train()
 
-    told = (
-        "'ignore'"
-        if change in {"cast", "buffer", "transient", "hide"}
-        else "was replaced inside applied()"
-    )
-    assert any(told in text for text in texts) or sys.version_info < (3, 11)
+    if not is_copy:
+        texts = [str(caught.value), *getattr(caught.value, "__notes__", [])]
+        told = "was replaced inside applied()"
+        if change in {"cast", "buffer", "hide"}:
+            told = "was cast, moved" if policy == "copy" else "'ignore'"
+        assert any(told in text for text in texts) or sys.version_info < (3, 11)
     assert list(map(id, net.modules())) == list(map(id, modules))
     assert list(map(id, [*net.parameters(), *net.buffers()])) == list(map(id, kept))
     assert same_state(net, before)
@@ -559,7 +563,6 @@ def test_a_computed_weight_is_put_back(kind, policy, grad_mode) -> None:
     compute, end = COMPUTES[kind]
     net = network()
     compute(net[0])
-    net[0].register_buffer("cache", torch.ones(2), persistent=False)
     ema = half(net, buffers=policy)
     batch = torch.ones(3, 4)
     expected = net.eval()(batch)
@@ -568,7 +571,6 @@ def test_a_computed_weight_is_put_back(kind, policy, grad_mode) -> None:
     def work() -> None:
         with grad_mode(), ema.applied():
             end(net[0])
-            del net[0].cache
 
     with pytest.raises(RuntimeError, match=r"0\.\S*weight\S* or its module, was replaced"):
         work()
@@ -667,38 +669,139 @@ def test_all_of_a_model_is_written_or_nothing() -> None:
 
 
 class Cached(nn.Module):
-    """Counts its calls in an integer buffer, in evaluation too."""
+    """Writes to buffers in its forward, in evaluation too, as caches, counters and metrics do.
 
-    def __init__(self) -> None:
+    ``kind`` is what it writes to, and ``persistent`` whether its state has that.
+    """
+
+    def __init__(self, kind: str = "count", persistent: bool = True) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.register_buffer("position", torch.zeros((), dtype=torch.int64))
+        self.kind, self.persistent = kind, persistent
+        start = torch.zeros((), dtype=torch.int64) if kind == "count" else torch.ones(4)
+        self.register_buffer("position", start, persistent=persistent)
 
     def forward(self, x):
-        """Count the call."""
-        self.position += 1
+        """Write to the buffer, or replace it."""
+        if self.kind == "count":
+            self.position += 1
+        elif self.kind == "sum":
+            self.position.add_(x.detach().sum())
+        elif self.kind == "copied":
+            # As rotary embeddings write the table for this length.
+            self.position.copy_(torch.full((4,), float(len(x))))
+        elif self.kind == "registered":
+            longer = torch.ones(len(self.position) + 1)
+            self.register_buffer("position", longer, persistent=self.persistent)
+        else:
+            self.position = torch.cat([self.position, x.detach().flatten()])
         return self.layer(x)
 
 
-def test_an_integer_buffer_that_evaluation_changes_can_be_ignored() -> None:
-    """The error names the option, and with it the block leaves the counter to the model."""
-    for options in {}, {"buffers": "ignore"}:
-        model = Cached()
-        ema = half(model, **options)
+KINDS_OF_WRITES = ["count", "sum", "copied", "registered", "grown"]
 
-        def evaluate(model=model, ema=ema) -> None:
+
+@for_each("kind", KINDS_OF_WRITES)
+@for_each("options", [{}, {"buffers": {"x*": "average"}}])
+def test_a_copied_buffer_that_an_evaluation_writes_to(kind: str, options) -> None:
+    """It is the model's again after the block, with one warning that names the option."""
+    model = Cached(kind)
+    if options:
+        model.register_buffer("x", torch.ones(1))
+    ema = modkit.EMA(model, 0.5, **options)
+    for _ in range(2):
+        model(torch.ones(1, 2))
+        ema.update()
+    before = state_of(model)
+    weight = dict(ema.named_averages())["layer.weight"].clone()
+
+    def evaluate() -> None:
+        for _ in range(3):
             with ema.applied():
                 model(torch.ones(1, 2))
+            assert same_state(model, before)
 
-        with pytest.raises(RuntimeError, match=r"position was .*buffers=\{'position': 'ignore'\}"):
-            evaluate()
-    ignored = half(model, buffers={"position": "ignore"})
-    model.position.zero_()
-    with ignored.applied():
+    with pytest.warns(UserWarning, match=r"position, .*buffers=\{'position': 'ignore'\}") as found:
+        evaluate()
+
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    model(torch.ones(1, 2))
+    ema.update()
+    now = dict(ema.named_averages())
+    assert now["position"].equal(model.position)
+    assert now["layer.weight"].equal(weight)
+
+
+@for_each("kind", KINDS_OF_WRITES)
+@for_each("place", ["applied", "evaluating", "hooks", "training weights"])
+@for_each("buffers", ["copy", "average", "ignored by name", "another name"])
+def test_buffers_that_are_no_state_are_the_models(kind: str, place: str, buffers: str) -> None:
+    """They are not copied, swapped or saved, so an evaluation may do with them as the model does."""
+    model = Cached(kind, persistent=False)
+    policy = {"ignored by name": {"position": "ignore"}, "another name": {"layer*": "copy"}}
+    policy = policy.get(buffers, buffers)
+    if buffers == "another name":
+        model.layer.register_buffer("x", torch.ones(1))
+    callback = modkit.EMACallback(model, decay=0.5, buffers=policy)
+    callback.step()
+    expected = copy.deepcopy(model)
+    expected(torch.ones(1, 2))
+    if place == "applied":
+        with callback.ema.applied():
+            model(torch.ones(1, 2))
+    elif place == "hooks":
+        callback.on_validation_start()
+        model(torch.ones(1, 2))
+        callback.on_validation_end()
+    else:
+        with callback.evaluating():
+            if place == "evaluating":
+                model(torch.ones(1, 2))
+            else:
+                with callback.evaluating_training_weights():
+                    model(torch.ones(1, 2))
+
+    assert model.position.equal(expected.position)
+    assert "position" not in dict(callback.ema.named_averages())
+    assert callback.ema.state_dict()["buffers"].keys() <= {"layer.x"}
+
+
+def test_a_glob_asks_for_a_buffer_that_is_no_state() -> None:
+    """Then it is copied, or averaged, as one of the state."""
+    model = Cached("sum", persistent=False)
+    found = {}
+    for policy in "copy", "average":
+        ema = modkit.EMA(model, 0.5, buffers={"pos*": policy})
+        for value in 0.0, 2.0:
+            model.position.fill_(value)
+            ema.update()
+        found[policy] = dict(ema.named_averages())["position"].tolist()
+
+    assert found == {"copy": [2.0] * 4, "average": [1.0] * 4}
+
+
+@for_each("kind", ["sum", "grown"])
+def test_an_averaged_buffer_that_an_evaluation_writes_to(kind: str) -> None:
+    """The average itself would change: the error names the option."""
+    model = Cached(kind)
+    ema = half(model, buffers="average")
+    with (
+        pytest.raises(RuntimeError, match=r"position.*buffers=\{'position': 'ignore'\}"),
+        ema.applied(),
+    ):
+        model(torch.ones(1, 2))
+
+
+def test_training_weights_inside_an_evaluation_may_write_to_copied_buffers() -> None:
+    """The model's own buffer counts on, as in an evaluation without averages."""
+    model = Cached()
+    callback = modkit.EMACallback(model, decay=0.5)
+    callback.step()
+    with callback.evaluating(), callback.evaluating_training_weights():
         model(torch.ones(1, 2))
 
     assert model.position == 1
-    assert "position" not in dict(ignored.named_averages())
 
 
 def test_a_glob_for_integers_may_say_average() -> None:

@@ -231,11 +231,11 @@ def test_policies_of_buffers() -> None:
     """Float buffers are copied, averaged or left out, name by name where a dict says so."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(1))
-    for name in ("copied", "mean", "left"):
-        model.register_buffer(name, torch.zeros(1), persistent=name != "copied")
+    for name in ("copied", "mean", "left", "transient"):
+        model.register_buffer(name, torch.zeros(1), persistent=name != "transient")
     ema = modkit.EMA(model, decay=0.75, buffers={"mean": "average", "left": "ignore"})
     ema.update()
-    for name in ("copied", "mean", "left"):
+    for name in ("copied", "mean", "left", "transient"):
         getattr(model, name).fill_(4.0)
     ema.update()
     found = {name: value.item() for name, value in ema.named_averages()}
