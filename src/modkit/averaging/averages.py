@@ -39,18 +39,21 @@ class Average:
         # Batch normalization statistics for this average, until the next step.
         self.statistics: dict[str, Tensor] = {}
 
-    def start(self, members: Tensors) -> None:
+    def start(self, members: Tensors, at_least: Tensors | None = None) -> None:
         """Allocate an average; its values are those of the first step, which copies.
 
         Args:
             members: Tensors of the model by name. They give shapes and, with the options, dtypes
                 and devices.
+            at_least: Tensors by name, whose dtypes count where they are wider.
         """
         self.reset()
         device = self.options.device
         # In the order of the model, which is that of the state dict.
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
+            if at_least and self.options.dtype is None:
+                dtype = max(dtype, at_least[name].dtype, key=lambda kept: kept.itemsize)
             try:
                 tensor = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
             except NotImplementedError as error:

@@ -972,7 +972,7 @@ class EMA(Generic[ModelT_co]):
             schedules=self.schedules,
             update_every=self.update_every,
             update_after_step=self.update_after_step,
-            on_nonfinite=self._engine.options.on_nonfinite,
+            n_averaged=self.n_averaged,
             step=step,
         )
         self._load(loaded)

@@ -24,6 +24,7 @@ from modkit.averaging.sharding import (
     reshard,
     shards_of,
 )
+from modkit.averaging.state_checks import constructing
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
 from modkit.errors import NameMismatchError
@@ -294,24 +295,31 @@ class Engine:
         _check_layouts(averaged)
         if self.options.device is None:
             _check_not_meta(averaged)
-        averages = [Average(self.options) for _ in self.averages]
 
-        self._see({} if named.has_lazy() else averaged)
-        for average, state, tensors in zip(averages, loaded.averages, saved_averages, strict=True):
-            average.start(averaged)
-            average.load_state_dict({**state, "tensors": tensors})
-            # Those of a layer that the model has lost since are dropped.
-            statistics = state.get("statistics", {}).items()
-            average.set_statistics({n: t.clone() for n, t in statistics if n in named.buffers})
+        averages = [Average(self.options) for _ in self.averages]
+        for index, (average, tensors) in enumerate(zip(averages, saved_averages, strict=True)):
+            # That of a model that was cast since keeps its width; another library's does not.
+            average.start(averaged, at_least={} if loaded.foreign else tensors)
+            with constructing(f"averages[{index}]"):
+                average.load_state_dict({**loaded.averages[index], "tensors": tensors})
+                # Those of a layer that the model has lost since are dropped.
+                statistics = loaded.averages[index]["statistics"].items()
+                average.set_statistics({n: t.clone() for n, t in statistics if n in named.buffers})
 
         device = self.options.device
-        self._copies = {}
+        copies: dict[str, Any] = {}
         for name, buffer in loaded.buffers.items():
-            if name in copied_names:
-                member = named.member(name)
-                # A lazy model may not have it yet.
-                like = buffer if member is None else member.tensor
-                self._copies[name] = shards_of(buffer, like).to(device, copy=True)
+            if name not in copied_names:
+                continue
+            member = named.member(name)
+            # A lazy model may not have it yet.
+            like = buffer if member is None else member.tensor
+            with constructing(f"buffers[{name!r}]"):
+                copies[name] = shards_of(buffer, like).to(device, copy=True)
+
+        # Nothing below fails.
+        self._see({} if named.has_lazy() else averaged)
+        self._copies = copies
         self._forget_plans()
         self.averages = averages
         self.begun = True

@@ -2,7 +2,8 @@
 
 The libraries need not be installed. Supported are torch (``AveragedModel``), timm (``ModelEmaV2``
 and ``V3``), diffusers (``EMAModel``), ema-pytorch (``EMA``), torch_ema
-(``ExponentialMovingAverage``) and Lightning (``WeightAveraging``).
+(``ExponentialMovingAverage``), Lightning (``WeightAveraging``), CompVis (``LitEma``) and
+checkpoints of mmengine (``EMAHook``).
 
 Example:
     >>> import torch
@@ -15,7 +16,7 @@ Example:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from modkit.averaging import schedules as decays
 from modkit.averaging.names import canonical_names
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state_checks import COPY, CheckedMapping, invalid_state
+from modkit.averaging.state_checks import CheckedMapping, constructing, invalid_state
 
 
 State: TypeAlias = Mapping[str, Any]
@@ -37,13 +38,13 @@ class Converted:
     Libraries count different things. What the state does not hold is None.
 
     Attributes:
-        source: ``"torch"``, ``"timm"``, ``"diffusers"``, ``"ema_pytorch"``, ``"torch_ema"``,
-            ``"lightning"``, or ``"weights"`` for plain weights.
+        source: The library, as :func:`recognise` returns it.
         averages: Averaged parameters, and buffers if the library saves them, by canonical name.
         n_averaged: Number of averaged models, the initial copy included.
         step: Number of calls of the update method, averaged or not.
         schedule: The decay.
         update_after_step: Number of calls before the first averaged model.
+        rests: What rounding has lost of averages, by name, in states of earlier versions.
     """
 
     source: str
@@ -52,6 +53,7 @@ class Converted:
     step: int | None = None
     schedule: Schedule | None = None
     update_after_step: int | None = None
+    rests: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     @property
     def has_counter(self) -> bool:
@@ -59,30 +61,26 @@ class Converted:
         return self.n_averaged is not None or self.step is not None
 
 
-# The keys by which the state of a library is recognised.
+# The keys by which a state is recognised, the more specific ones first: most have other keys too.
 _MARKS: Final = {
     "diffusers": {"shadow_params", "optimization_step"},
     "torch_ema": {"shadow_params", "num_updates"},
     "lightning": {"averaging_state", "state_dict"},
+    "mmengine": {"ema_state_dict", "state_dict"},
+    "LitEma": {"decay", "num_updates"},
 }
-
-
+# The counter beside the names of a copy of the model, by library; timm has none.
+_COUNTERS: Final = {"torch": "n_averaged", "mmengine": "steps"}
 # The child with error terms that ``AveragedModel`` of earlier versions has, under names with ``/``
 # for a dot.
 _ERROR_TERMS: Final = "compensation."
 
 
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
-    """Return which library a state is from.
+    """Return which library a state is from, as in :class:`Converted`; None if it is unknown.
 
-    Args:
-        state: The state.
-        model: The averaged model, without which plain weights are not recognised.
-
-    Returns:
-        The source as in :class:`Converted`, or None if it is unknown.
+    Without the averaged model, plain ``"weights"`` are not recognised.
     """
-    # In the order of how specific the marks are: most states have other keys as well.
     keys = state.keys()
     if not all(isinstance(cast("object", key), str) for key in keys):
         return None
@@ -93,10 +91,11 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
         return "ema_pytorch"
 
     # ``AveragedModel`` of earlier versions may have error terms beside the members of torch's.
-    members = {key for key in keys if key != "n_averaged" and not key.startswith(_ERROR_TERMS)}
+    counted = [source for source, counter in _COUNTERS.items() if counter in keys]
+    members = keys - _COUNTERS.values()
+    members = {key for key in members if not key.startswith(_ERROR_TERMS)}
     if members and all(key.startswith("module.") for key in members):
-        # timm's state is that of its copy of the model, without a counter.
-        return "torch" if "n_averaged" in keys else "timm"
+        return counted[0] if counted else "timm"
 
     if model is not None and all(isinstance(value, Tensor) for value in state.values()):
         named = canonical_names(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -108,131 +107,141 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
 def convert(state: State, model: torch.nn.Module) -> Converted:
     """Read the state of another library, or plain averaged weights. Tensors are not copied.
 
-    Args:
-        state: The state.
-        model: The averaged model. Lists without names (diffusers, torch_ema) get the names of its
-            parameters, in order.
-
-    Returns:
-        The averages and what the state says about them.
-
-    Raises:
-        ValueError: If the state is unknown or invalid, or a list does not fit the model.
-    """  # noqa: DOC501 - invalid_state() makes a ValueError
-    source = recognise(state, model)
-    checked = CheckedMapping(source or "", state)
+    Names that a state lacks are those of ``model``. An unknown or invalid state is a ValueError.
+    """
+    source = recognise(state, model) or ""
+    checked = CheckedMapping(source, state)
     match source:
         case "diffusers":
             # Its ``get_decay`` chooses one of two formulas, in the words of its options.
             names = ["decay", "min_decay", "inv_gamma", "power"]
-            step = checked.integer("optimization_step")
-            after = checked.integer("update_after_step")
-            checked.require(("use_ema_warmup", *names))
-            warmup = checked.get("use_ema_warmup", "True or False")
+            warmup = checked.flag("use_ema_warmup")
             kind = decays.InverseGamma if warmup else decays.CountWarmup
-            schedule = _decay(checked, kind, names if warmup else names[:2])
-            averages = _named_in_order(checked, model)
             return Converted(
-                source, averages, step=step, schedule=schedule, update_after_step=after
+                source,
+                _named_in_order(checked, model),
+                step=checked.integer("optimization_step"),
+                schedule=_decay(checked, kind, names if warmup else names[:2]),
+                update_after_step=checked.integer("update_after_step"),
             )
 
-        case "torch_ema":
-            # It copies when it is created, which is one call of ``EMA.update()`` more.
-            counts = state["num_updates"] is not None
-            calls = checked.integer("num_updates") + 1 if counts else None
-            schedule = _decay(checked, decays.CountWarmup if counts else decays.Constant, ["decay"])
-            averages = _named_in_order(checked, model)
-            return Converted(source, averages, step=calls, schedule=schedule, update_after_step=0)
+        case "torch_ema" | "LitEma":
+            # They copy when they are created, which is one call of ``EMA.update()`` more. Without
+            # a count the decay is constant: torch_ema has None for it, and LitEma -1.
+            has_count = checked.get("num_updates") is not None
+            updates = checked.integer("num_updates", -1) if has_count else -1
+            counts = updates >= 0
+            return Converted(
+                source,
+                _named_in_order(checked, model),
+                step=updates + 1 if counts else None,
+                schedule=_decay(checked, decays.CountWarmup if counts else decays.Constant),
+                update_after_step=0,
+            )
 
         case "lightning":
             count = checked.inside("averaging_state").integer("n_averaged")
             steps = checked.integer("global_step") if "global_step" in state else None
             return Converted(source, _below("", checked.inside("state_dict")), count, steps)
 
+        case "mmengine":
+            if "state_dict" not in state:
+                raise invalid_state(
+                    "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the "
+                    "training weights: EMAHook swaps the two before it saves. Load the whole "
+                    "checkpoint, whose 'state_dict' is the average"
+                )
+            steps = checked.inside("ema_state_dict").integer("steps")
+            return Converted(source, _below("", checked.inside("state_dict")), step=steps)
+
         case "ema_pytorch":
             # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
-            calls = checked.integer("step") if checked.get("initted", "True or False") else 0
+            calls = checked.integer("step") if checked.flag("initted") else 0
             return Converted(source, _below("ema_model.", checked), step=calls)
 
         case "torch" | "timm":
             models = checked.integer("n_averaged") if source == "torch" else None
             terms = _below(_ERROR_TERMS, checked).items()
-            errors = {key.replace("/", "."): term for key, term in terms}
-            return Converted(source, added(_below("module.", checked), errors, source), models)
+            rests = {key.replace("/", "."): term for key, term in terms}
+            return Converted(source, _below("module.", checked), models, rests=rests)
 
         case "weights":
             return Converted(source, _below("", checked))
 
         case _:
-            begins_with = ", ".join(map(repr, list(state)[:5])) or "nothing"
-            raise invalid_state(
-                "the state is neither from modkit.EMA, nor from a supported library, nor are its "
-                f"names those of the model: it begins with {begins_with}"
+            raise invalid_state(_unknown(state, model))
+
+
+def _unknown(state: State, model: torch.nn.Module) -> str:
+    """Return what is wrong with an unknown state; wrappers hold the averages below a key."""
+    begins_with = ", ".join(map(repr, list(state)[:5])) or "nothing"
+    text = (
+        "the state is neither from modkit.EMA, nor from a supported library, nor are its names "
+        f"those of the model: it begins with {begins_with}"
+    )
+    for key, inner in state.items():
+        if isinstance(inner, Mapping) and ("averages" in inner or recognise(inner, model)):
+            return (
+                f"{text}. The averages may be below a key: load state[{key!r}], with the number "
+                "of calls of update() as step= if it has no counter"
             )
+    return text
 
 
-def added(
-    averages: dict[str, Tensor], errors: Mapping[str, Tensor], source: str
-) -> dict[str, Tensor]:
-    """Return averages with the error terms that earlier versions kept beside them."""
-    sums = dict(averages)
-    for name, error in errors.items():
-        average = averages.get(name)
-        if average is None or average.shape != error.shape:
-            raise invalid_state(
-                f"the error term {name!r} of {source} does not belong to an average"
-            )
-        # More bits than both have, so that the sum loses nothing.
-        wide = torch.promote_types(average.dtype, torch.float64)
-        sums[name] = average.to(wide).add(error)
-    return sums
-
-
-def _decay(checked: CheckedMapping, kind: type[Schedule], names: Iterable[str]) -> Schedule:
+def _decay(
+    checked: CheckedMapping, kind: type[Schedule], names: Iterable[str] = ("decay",)
+) -> Schedule:
     """Return the schedule whose fields are these entries of the state."""
-    checked.require(names)
-    try:
-        return kind(**{name: checked.values[name] for name in names})
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise invalid_state(
-            f"the state of {checked.source} is invalid: its decay gives {error}"
-        ) from error
+    values = {name: checked.get(name) for name in names}
+    with constructing(f"the decay of {checked.source}"):
+        return kind(**values)
 
 
 def _below(prefix: str, checked: CheckedMapping) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by their names in the model."""
-    checked.check_names()
     tensors: dict[str, Tensor] = {}
     for key, value in checked.values.items():
+        if not isinstance(key, str):
+            checked.refuse(key, "a tensor under a name of type str")
         if key.startswith(prefix) and isinstance(value, Tensor):
             tensors[key.removeprefix(prefix)] = value.detach()
 
     names = canonical_names(tensors)
     renamed = {names[key]: value for key, value in tensors.items()}
-    return CheckedMapping(checked.source, renamed).tensors(COPY)
+    return CheckedMapping(checked.source, renamed).tensors()
 
 
 def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name a list of tensors by the parameters of the model: all, or those that train."""
-    entries = checked.listed("shadow_params")
-    tensors = [entries.tensor(index).detach() for index in entries.values]
+    """Name tensors by the parameters of the model: all, or those that train.
 
+    Lists have no names, and LitEma removes the dots from them.
+    """
     named = dict(model.named_parameters())
     names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
-    parameters = named if len(named) == len(tensors) else trained
+    if checked.source == "LitEma":
+        plain_names = {names[name].replace(".", ""): names[name] for name in named}
+        tensors = {key: value for key, value in checked.values.items() if key in plain_names}
+        averages = CheckedMapping(checked.source, tensors).tensors()
+        if len(plain_names) < len(named):
+            raise invalid_state("without dots, as in LitEma, two names of the model are equal")
+        return {plain_names[key]: tensor.detach() for key, tensor in averages.items()}
 
+    tensors = checked.listed("shadow_params").tensors(int)
+    parameters = named if len(named) == len(tensors) else trained
     if len(parameters) != len(tensors):
         raise invalid_state(
             f"the state of {checked.source} holds {len(tensors)} tensors without names, and the "
             f"model has {len(named)} parameters, {len(trained)} of which train"
         )
     # Shapes are all there is to compare an order by.
-    for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
+    for (name, parameter), tensor in zip(parameters.items(), tensors.values(), strict=True):
         if parameter.shape != tensor.shape:
             raise invalid_state(
                 f"the state of {checked.source} has no names, and its order is not that of the "
                 f"model: where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
                 f"{tuple(tensor.shape)}"
             )
-    return {names[name]: tensor for name, tensor in zip(parameters, tensors, strict=True)}
+    return {
+        names[n]: tensor.detach() for n, tensor in zip(parameters, tensors.values(), strict=True)
+    }

@@ -27,7 +27,7 @@ from modkit.averaging.precision import Precision, compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.sharding import whole_tensor
 from modkit.averaging.state import LoadedState, stored_average
-from modkit.averaging.state_checks import AVERAGE, OWN_POSTHOC, CheckedMapping
+from modkit.averaging.state_checks import OWN_POSTHOC, CheckedMapping
 from modkit.averaging.swap import write
 from modkit.errors import FileError
 from modkit.files.checkpoints import read_mapped, save_checkpoint
@@ -508,8 +508,8 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
         check_match(problem, shapes_of(sums), shapes_of(averages), end="")
 
     for name, tensor in averages.items():
-        if not is_averaged(tensor):
-            raise FileError(f"{path} is corrupt: its average {name!r} has integers")
+        if not is_averaged(tensor) or tensor.itemsize < 2:
+            raise FileError(f"{path} is corrupt: its average {name!r} is of {tensor.dtype}")
         checksums.check(name, tensor)
         # Coefficients of both signs cancel, which 16 bits do not survive.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
@@ -824,7 +824,7 @@ class PostHocEMA:
             checked.refuse("branches", "a list of pairs of an id and a step")
 
         updates = step // self._update_every
-        averages = [average.tensors(AVERAGE) for average in checked.each("averages")]
+        averages = [average.tensors() for average in checked.each("averages")]
         count = len(self._sigma_rels) if updates else 0
         if len(averages) != count:
             checked.refuse("averages", f"a list of {count} at step {step}")

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,14 +66,16 @@ def drop(*path: Any) -> Callable[[State], None]:
 
 
 ONES = torch.ones(6, 4)
-META = torch.ones(6, device="meta")
 FIRST = ("averages", 0)
 TENSORS = (*FIRST, "tensors")
 WEIGHT = (*TENSORS, "0.weight")
 
-# The kind of average, the change to its state, and what the error says.
+# The kind of average, the change to its state, and what the error says: versions, counts and names,
+# and of each other part one.
 BROKEN: list[tuple[str, Callable[[State], None], str]] = [
-    # The counters.
+    ("plain", put(99, "version"), "version 99, newer than 1"),
+    ("plain", put(0, "version"), "version must be an int of at least 1, got 0"),
+    ("plain", drop("version"), "has no version"),
     ("plain", put(-5, "step"), "step must be an int of at least 0, got -5"),
     ("plain", put(True, "step"), "step must be an int of at least 0, got True"),
     ("plain", put(0, "step"), "start must be an int from 1 to 0, got 1"),
@@ -81,69 +84,25 @@ BROKEN: list[tuple[str, Callable[[State], None], str]] = [
     ("plain", put(0, "n_averaged"), "start must be None, as n_averaged is 0, got 1"),
     ("plain", put(0, "update_every"), "update_every must be an int of at least 1, got 0"),
     ("plain", put(-1, "update_after_step"), "update_after_step must be an int of at least 0"),
-    ("plain", put(99, "version"), "version 99, newer than 1"),
-    ("plain", put(0, "version"), "version must be an int of at least 1, got 0"),
-    *[
-        ("plain", drop(key), f"has no {key}")
-        for key in (
-            "version",
-            "step",
-            "start",
-            "n_averaged",
-            "update_every",
-            "update_after_step",
-            "schedules",
-        )
-    ],
-    # The schedules.
-    ("plain", put([], "schedules"), "schedules must be a list that is not empty"),
     ("plain", put(["Equal"], "schedules"), r"schedules\[0\] must be a mapping, got 'Equal'"),
-    ("plain", put([{}], "schedules"), r"schedules\[0\] of the state, \{\}, cannot be created"),
     ("plain", put([{"name": "Mine", "a": 1.0}], "schedules"), "pass an equal one to EMA"),
     ("plain", put([{"name": "Custom"}], "schedules"), "this one has Constant"),
     ("plain", put([{"name": "Constant"}], "schedules"), "its fields must be those of Constant"),
     ("plain", put([{"name": "Constant", "decay": 7.0}], "schedules"), "at most 1, got 7.0"),
-    ("plain", put([{"name": "Constant", "rate": 0.9}], "schedules"), "cannot be made from"),
-    ("several", drop("schedules", 1), "holds 1 averages, and this object 2"),
-    # The averages.
-    ("plain", put([], "averages"), "averages must be a list of 1, one for each schedule"),
-    ("plain", put([None], "averages"), r"averages\[0\] must be a mapping, got None"),
+    ("several", drop("schedules", 1), "holds 2 averages with 1 schedules, and this object 2"),
+    ("plain", put([], "averages"), "holds 0 averages with 1 schedules, and this object 1"),
     ("plain", drop("averages"), "6 missing: 0.weight"),
     ("plain", drop(*FIRST, "tensors"), "6 missing: 0.weight"),
-    ("plain", put([ONES], *TENSORS), r"averages\[0\]\['tensors'\] must be a mapping"),
-    ("plain", put(1.0, *WEIGHT), r"\['0.weight'\] must be a tensor, got 1.0"),
-    ("plain", put(ONES, *TENSORS, 3), r"\[3\] must be a tensor under a name of type str"),
-    ("plain", put(ONES.int(), *WEIGHT), "must be of a floating point or complex dtype, got a"),
-    ("plain", put(ONES.cfloat(), *WEIGHT), "0.weight must be of a dtype like torch.bfloat16"),
-    ("plain", put(ONES.to("meta"), *WEIGHT), "must be a tensor with data"),
+    ("plain", put(1.0, *WEIGHT), r"averages\[0\]\['tensors'\]\['0.weight'\] must be a tensor"),
+    ("plain", put(ONES.cfloat(), *WEIGHT), "'0.weight'.* must be of a dtype like torch.bfloat16"),
     ("plain", put(ONES.T, *WEIGHT), r"0.weight \(\(4, 6\) instead of \(6, 4\)\)"),
     ("plain", put(ONES, *TENSORS, "more"), "1 unexpected: more"),
     ("plain", drop(*WEIGHT), "1 missing: 0.weight"),
-    ("several", put(ONES.cfloat(), "averages", 1, "tensors", "0.weight"), "dtype like"),
-    # Batch normalization statistics.
-    ("plain", put([], *FIRST, "statistics"), r"\['statistics'\] must be a mapping"),
-    ("plain", put({"1.running_mean": 1.0}, *FIRST, "statistics"), "must be a tensor"),
-    ("plain", put({1: torch.ones(6)}, *FIRST, "statistics"), "a name of type str"),
     ("plain", put({"1.running_mean": torch.ones(5)}, *FIRST, "statistics"), "1.running_mean"),
-    ("plain", put({"1.running_mean": META}, *FIRST, "statistics"), "a tensor with data"),
-    # Entries of the precisions.
-    # Error terms of earlier versions.
     ("plain", put({"0.weight": ONES.T}, *FIRST, "rests"), "does not belong to an average"),
-    ("plain", put({"more": ONES}, *FIRST, "rests"), "'more'.* does not belong to an average"),
-    ("rounded", put([], *FIRST, "generators"), r"\['generators'\] must be a mapping"),
-    ("rounded", put(ONES, *FIRST, "generators", "cpu"), "of dtype torch.uint8"),
-    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "cpu"), "state of a generator"),
-    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "banana"), "name of a device"),
-    # Steps of several optimizers.
-    ("plain", put(1, "stepped"), "stepped must be"),
-    ("plain", put([True], "stepped"), "stepped must be"),
-    ("plain", put([-1], "stepped"), "stepped must be"),
-    ("plain", put([0, 0], "stepped"), "stepped must be"),
-    # Buffers and training weights.
-    ("plain", put(None, "buffers"), "buffers must be a mapping, got None"),
-    ("plain", put(1, "buffers", "1.running_mean"), "must be a tensor, got 1"),
+    ("rounded", put(torch.zeros(3).byte(), *FIRST, "generators", "cpu"), r"\['cpu'\] of the state"),
     ("plain", put({"0.weight": ONES.T}, "raw"), "training weights of the state do not fit"),
-    ("plain", put({"0.weight": ONES.cfloat()}, "raw"), "must be of a dtype like torch.bfloat16"),
+    ("plain", put({"0.weight": ONES.cfloat()}, "raw"), r"raw\['0.weight'\] .* must be like"),
 ]
 
 
@@ -188,29 +147,23 @@ TORCH = {"n_averaged": torch.tensor(3), **below("module.")}
 LIGHTNING = {"state_dict": below(""), "averaging_state": {"n_averaged": torch.tensor(5)}}
 FOREIGN: list[tuple[State, str]] = [
     (TORCH | {"n_averaged": torch.tensor(-1)}, "state of torch .* n_averaged must be an int"),
-    (TORCH | {"n_averaged": torch.tensor([1, 2])}, "n_averaged must be an int of at least 0"),
-    (TORCH | {"module.0.weight": ONES.cfloat()}, "0.weight must be of a dtype like"),
     (TORCH | {"module.0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
     (TORCH | {"module.more": ONES}, "1 unexpected: more"),
-    (below("module.") | {"module.0.weight": 1}, "1 missing: 0.weight"),
     (LIGHTNING | {"averaging_state": {}}, r"lightning has no averaging_state\['n_averaged'\]"),
-    (LIGHTNING | {"state_dict": None}, "state_dict must be a mapping, got None"),
     (EMA_PYTORCH | {"step": -3}, "state of ema_pytorch is invalid: step must be"),
     (EMA_PYTORCH | {"initted": "yes"}, "initted must be True or False, got 'yes'"),
-    (DIFFUSERS | {"decay": 2}, "its decay gives InverseGamma: decay must be .* got 2"),
+    (DIFFUSERS | {"decay": 2}, "the decay of diffusers .*InverseGamma: decay must be .* got 2"),
     (DIFFUSERS | {"use_ema_warmup": None}, "use_ema_warmup must be True or False, got None"),
-    (DIFFUSERS | {"update_after_step": None}, "update_after_step must be an int"),
     ({k: v for k, v in DIFFUSERS.items() if k != "decay"}, "state of diffusers has no decay"),
-    (DIFFUSERS | {"shadow_params": [1.0] * 6}, r"shadow_params\[0\] must be a tensor, got 1.0"),
+    (DIFFUSERS | {"shadow_params": [1.0] * 6}, r"shadow_params\[0\] must be a tensor .*got 1.0"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "its order is not that of the model"),
-    (TORCH_EMA | {"decay": -1}, "its decay gives CountWarmup: decay must be .* got -1"),
-    (below("") | {"0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
     ({"0.weight": ONES}, "missing: 0.bias"),
     (below("") | {"epoch": 3}, "neither from modkit.EMA, nor from a supported library"),
 ]
 
 
+@pytest.mark.filterwarnings("ignore:EMA. plain weights")
 @for_each(
     ("state", "text"),
     FOREIGN,
@@ -228,32 +181,13 @@ def test_a_broken_state_of_another_library_changes_nothing(state: State, text: s
     assert freeze(ema.state_dict()) == before
 
 
-def read(state: Any, ema: "modkit.EMA[Any]", **options: Any) -> states.LoadedState:
-    """Read a state for an average."""
-    return states.read(
-        state,
-        ema.model,
-        schedules=ema.schedules,
-        update_every=ema.update_every,
-        update_after_step=ema.update_after_step,
-        **options,
-    )
-
-
 @for_each("value", [math.nan, math.inf])
-@for_each(
-    ("kind", "path"),
-    [
-        ("plain", WEIGHT),
-        ("several", ("averages", 1, "tensors", "3.bias")),
-    ],
-)
+@for_each(("kind", "path"), [("plain", WEIGHT), ("several", ("averages", 1, "tensors", "3.bias"))])
 def test_averages_must_be_finite_where_weights_must(
     kind: str, path: tuple[Any, ...], value: float
 ) -> None:
     """With on_nonfinite "skip" or "raise" a state that is not finite is refused; "ignore" takes it."""
-    ema = started(kind)
-    state = copy.deepcopy(ema.state_dict())
+    state = copy.deepcopy(started(kind).state_dict())
     part: Any = state
     for key in path:
         part = part[key]
@@ -261,11 +195,13 @@ def test_averages_must_be_finite_where_weights_must(
     where = "".join(f"[{key!r}]" for key in path).replace("['averages']", "averages", 1)
 
     for choice in ("skip", "raise"):
+        ema = modkit.EMA(network(torch.bfloat16), **KINDS[kind], on_nonfinite=choice)
         with pytest.raises(ValueError, match="the loaded averages must be finite") as raised:
-            read(state, ema, on_nonfinite=choice)
+            ema.load_state_dict(state)
         assert f"{where} contains inf or nan" in str(raised.value)
         assert f"on_nonfinite={choice!r}" in str(raised.value)
-    assert read(state, ema).n_averaged == 3
+        assert ema.n_averaged == 0
+    started(kind).load_state_dict(state)
 
 
 def test_averages_that_have_not_started_may_hold_anything() -> None:
@@ -273,8 +209,9 @@ def test_averages_that_have_not_started_may_hold_anything() -> None:
     ema = modkit.EMA(network(torch.bfloat16), on_nonfinite="skip")
     state = ema.state_dict()
     state["averages"][0]["tensors"] = {"0.weight": torch.full((6, 4), math.nan)}
+    ema.load_state_dict(state)
 
-    assert read(state, ema, on_nonfinite="skip").start is None
+    assert dict(ema.named_averages()) == {}
 
 
 def test_generators_of_missing_devices_are_left_out() -> None:
@@ -282,11 +219,9 @@ def test_generators_of_missing_devices_are_left_out() -> None:
     ema = started("rounded")
     state = copy.deepcopy(ema.state_dict())
     state["averages"][0]["generators"]["cuda:77"] = torch.zeros(16, dtype=torch.uint8)
-
-    loaded = read(state, ema)
-
-    assert [*loaded.averages[0]["generators"]] == ["cpu"]
     ema.load_state_dict(state)
+
+    assert [*ema.state_dict()["averages"][0]["generators"]] == ["cpu"]
 
 
 def without_empty_parts(part: Any) -> Any:
@@ -438,15 +373,27 @@ def test_messages_stay_short() -> None:
 
 
 SQUARE = torch.ones(2, 2)
+# As a file of a few bytes may hold them: computing over one would take all memory, or hours.
+HUGE = torch.zeros(1).expand(10**12)
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls its nested tensors a prototype
+    NESTED = torch.nested.nested_tensor([SQUARE, SQUARE[:1]])
+ODD = [
+    *(
+        SQUARE.to("meta"),
+        SQUARE.long(),
+        SQUARE.cfloat(),
+        torch.eye(2).to_sparse(),
+        SQUARE * math.nan,
+    ),
+    *(NESTED, SQUARE.to(torch.float8_e4m3fn)),
+    *(torch.zeros(1).expand(10**6, 10**6), torch.zeros(1).expand(2, 2), torch.ones(0)),
+]
 VALUES: list[Any] = [
     *(None, True, -1, 0, 1.5, math.inf, math.nan, 10**400, 10**5000, 2**70, "a", b"a"),
-    *([], {}, (), [1], {"w": 1}, {1: SQUARE}, {"weight": SQUARE, 5: 3}),
-    *(torch.ones(2), torch.ones(1), torch.ones((), device="meta"), torch.eye(2).to_sparse()),
-    *(
-        {"weight": torch.eye(2).to_sparse()},
-        {"weight": SQUARE.to("meta")},
-        {"weight": SQUARE.long()},
-    ),
+    *([], {}, (), [1], {"w": 1}, {1: SQUARE}, {"weight": SQUARE, 5: 3}, object()),
+    *(torch.ones(2), torch.ones(1), torch.ones((), device="meta"), HUGE, *ODD),
+    *({"weight": tensor} for tensor in (HUGE, *ODD)),
 ]
 
 
@@ -519,7 +466,7 @@ STATES: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:EMA")
-@pytest.mark.parametrize("kind", ["decay", "warmup", "stochastic", *STATES])
+@pytest.mark.parametrize("kind", ["decay", "warmup", "stochastic", "finite", "inside", *STATES])
 def test_states_of_ema(kind: str) -> None:
     """EMA.load_state_dict() raises nothing but ValueError."""
     options: dict[str, Any] = {"decay": 0.9}
@@ -527,11 +474,19 @@ def test_states_of_ema(kind: str) -> None:
         options = {"schedule": schedules.InverseGamma(power=0.6)}
     elif kind == "stochastic":
         options = {"decay": 0.9, "precision": "stochastic"}
+    elif kind == "finite":
+        options = {"decay": 0.9, "on_nonfinite": "skip"}
     ema = modkit.EMA(net(), **options)
     ema.update()
     state = STATES.get(kind) or ema.state_dict()
+    if kind == "inside":
+        state |= {"raw": {"weight": SQUARE}, "stepped": [0]}
+        state["averages"][0] |= {
+            "rests": {"weight": SQUARE},
+            "statistics": {"count": torch.ones(())},
+        }
 
-    assert_refused(state, ema.load_state_dict, ema.state_dict)
+    assert_refused(state, ema.load_state_dict, lambda: (ema.state_dict(), ema.model.state_dict()))
 
 
 def test_states_of_post_hoc_ema(tmp_path: Path) -> None:
@@ -542,6 +497,7 @@ def test_states_of_post_hoc_ema(tmp_path: Path) -> None:
     assert_refused(averages.state_dict(), averages.load_state_dict, averages.state_dict)
 
 
+@pytest.mark.filterwarnings("ignore:snapshots of earlier versions")
 def test_snapshots(tmp_path: Path) -> None:
     """Reading snapshots raises nothing but FileError, which names the file."""
     path = tmp_path / "ema-0000000010-0.1.pt"

@@ -1,4 +1,6 @@
 import io
+import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -6,8 +8,9 @@ import torch
 from torch import nn
 
 import modkit
+from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import averaged, model_of, network, set_to, train
+from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to, train
 
 
 class Run:
@@ -129,3 +132,39 @@ def test_the_average_of_torch_goes_on() -> None:
         assert torch.equal(averaged(ours, name), value)
         assert torch.equal(back.module.state_dict()[name], value)
     assert ours.n_averaged == theirs.n_averaged.item()
+
+
+@for_each("options", [{"decay": 0.9, "precision": p} for p in PRECISIONS])
+@for_each("dtypes", [("float32", "bfloat16"), ("float64", "float32"), ("complex128", "complex64")])
+def test_a_model_that_was_cast_resumes(dtypes, options) -> None:
+    """Averages keep the width that they had before the cast, so the resumed run has the same bits."""
+    model = nn.Linear(3, 2, dtype=getattr(torch, dtypes[0]))
+    ema = modkit.EMA(model, **options)
+    for value in range(3):
+        set_to(model, value / 3)
+        ema.update()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of complex modules
+        model.to(getattr(torch, dtypes[1]))
+    resumed = modkit.EMA(model, **options)
+    resumed.load_state_dict(pickle.loads(pickle.dumps(ema.state_dict())))
+    for value in range(3):
+        set_to(model, value / 7)
+        ema.update()
+        resumed.update()
+
+    assert freeze(resumed.state_dict()) == freeze(ema.state_dict())
+
+
+def test_the_dtype_that_to_asks_for_stays() -> None:
+    """It is the later choice: a wider state is cast to it, and so is that of another library."""
+    model = nn.Linear(3, 2, dtype=torch.bfloat16)
+    wide = modkit.EMA(model, precision="fp64")
+    wide.update()
+    ema = modkit.EMA(model, precision="same").to(dtype=torch.float32)
+    ema.load_state_dict(wide.state_dict())
+    plain = modkit.EMA(model, precision="same")
+    plain.load_state_dict(dict(wide.named_averages()), step=1)
+
+    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
+    assert {tensor.dtype for _, tensor in plain.named_averages()} == {torch.bfloat16}

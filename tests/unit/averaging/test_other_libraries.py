@@ -148,7 +148,7 @@ def test_error_terms_without_an_average():
     """They are refused by name."""
     state = {**TORCH, "compensation.head/bias": torch.zeros(2)}
 
-    with pytest.raises(ValueError, match=r"'head\.bias' of torch does not belong to an average"):
+    with pytest.raises(ValueError, match=r"'head\.bias'\] of the state does not belong"):
         modkit.EMA(Net()).load_state_dict(state)
 
 
@@ -279,6 +279,23 @@ def test_a_state_without_a_counter_warns(state, holds, options):
     assert [one.filename for one in warned] == [__file__]
     assert (ema.step, ema.n_averaged) == (ema.update_after_step + 1, 1)
     assert (counted.step, counted.n_averaged) == (1000, 1000 - counted.update_after_step)
+
+
+@for_each("state", list(STATES.values()), ids=list(STATES))
+@for_each("options", [*CHANGING, *CONSTANT])
+@for_each("face", ["EMA", "EMACallback"])
+def test_a_state_without_a_counter_that_replaces_an_average_warns(state, options, face):
+    """The wrong entry of a checkpoint would restart an average in silence; `step=` says it is meant."""
+    averages = getattr(modkit, face)(model_of(torch.zeros(2)), **options)
+    ema = averages.ema if face == "EMACallback" else averages
+    for _ in range(20):
+        ema.update()
+
+    message = rf"holds? no counter.*replaces an average of {ema.n_averaged} models"
+    with pytest.warns(UserWarning, match=message) as warned:
+        averages.load_state_dict(state)
+    assert len(warned) == 1
+    averages.load_state_dict(state, step=20)
 
 
 @for_each("state", list(STATES.values()), ids=list(STATES))

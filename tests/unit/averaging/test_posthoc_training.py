@@ -274,7 +274,7 @@ INVALID = "the state of modkit.PostHocEMA is invalid:"
         ({**STATE, "averages": 3}, f"{INVALID} averages must be a list, got 3"),
         (
             {**STATE, "averages": [{"weight": torch.ones(1, 1), "bias": 5}] * 2},
-            f"{INVALID} averages[0]['bias'] must be a tensor, got 5",
+            f"{INVALID} averages[0]['bias'] must be a tensor with data, under a name of type str, got 5",
         ),
     ],
 )
