@@ -70,7 +70,7 @@ def run(impl, tree, operations):
 
 
 @settings(
-    max_examples=60,
+    max_examples=200,
     derandomize=True,
     deadline=None,
     database=None,
@@ -78,7 +78,7 @@ def run(impl, tree, operations):
 )
 @given(implementations, trees().strategy(), sequences(ALL))
 def test_a_few_random_sequences(impl, tree, operations) -> None:
-    """60 fixed sequences of operations give equal results outside and inside scopes."""
+    """200 fixed sequences of operations give equal results outside and inside scopes."""
     run(impl, tree, operations)
 
 

@@ -8,16 +8,7 @@ from torch import nn
 
 import modkit
 from modkit import schedules
-from modkit.averaging.foreign_states import convert
-from modkit.schedules import InverseGamma
 from tests.cases import for_each
-from tests.integration.averaging_peers.peers import (
-    Diffusers,
-    EmaPytorch,
-    Timm,
-    Torch,
-    TorchEma,
-)
 from tests.integration.averaging_peers.recipes import Run
 
 
@@ -51,46 +42,6 @@ def test_a_reference_to_the_average_follows_as_in_ema_pytorch():
         # It leaves integers alone.
         floating = {name: one for name, one in expected.items() if one.is_floating_point()}
         torch.testing.assert_close({name: found[name] for name in floating}, floating)
-
-
-GOING_ON = {
-    "torch": (Torch, {"decay": 0.9}),
-    "timm": (Timm, {"decay": 0.9}),
-    "ema-pytorch": (EmaPytorch, {"schedule": InverseGamma(decay=0.9)}),
-    "diffusers": (Diffusers, {}),
-    "torch_ema": (TorchEma, {}),
-}
-
-
-@pytest.mark.parametrize("library", GOING_ON)
-@pytest.mark.filterwarnings("ignore:EMA. the schedule is:UserWarning")
-def test_going_on(library):
-    """An EMA that has loaded the state of another library has its bits, and averages on as it does."""
-    make, options = GOING_ON[library]
-    model, step = network()
-    try:
-        theirs = make(model, decay=0.9)
-    except ModuleNotFoundError as error:
-        pytest.skip(f"could not import {error.name or error}")
-    for _ in range(7):
-        step()
-        theirs.update()
-    ours = modkit.EMA(model, **options, buffers="ignore")
-    converted = convert(theirs.state_dict(), model)
-    assert converted.source == library.replace("-", "_")
-    for name, value in theirs.values().items():
-        assert torch.equal(converted.averages[name], value), name
-
-    ours.load_state_dict(theirs.state_dict())
-    for _ in range(5):
-        step()
-        theirs.update()
-        ours.update()
-
-    values = theirs.values()
-    averages = dict(ours.named_averages())
-    for name, _ in model.named_parameters():
-        torch.testing.assert_close(averages[name], values[name], rtol=1e-5, atol=1e-6)
 
 
 STEPS = 40

@@ -1,61 +1,13 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, freeze
+from tests.helpers import Implementation
 from tests.integration.networks import (
-    NETWORKS,
     PICKLABLE,
     agree,
-    make_batch,
-    make_net,
 )
-
-
-both_ways = for_each(
-    ("source", "target"),
-    [(TORCH, MODKIT), (MODKIT, TORCH), (TORCH, TORCH), (MODKIT, MODKIT)],
-    ids=str,
-)
-FORMATS = [
-    {"save": {}, "load": {}},
-    {"save": {}, "load": {"mmap": True}},
-    {"save": {}, "load": {"map_location": "cpu"}},
-    {"save": {"_use_new_zipfile_serialization": False}, "load": {}},
-]
-
-
-def trained_net(impl: Implementation, network: str) -> torch.nn.Module:
-    """Build a network whose buffers differ from those of a fresh one."""
-    net = make_net(impl.nn, network)
-    net(make_batch(network))
-    return net
-
-
-@both_ways
-@pytest.mark.parametrize("network", NETWORKS)
-@pytest.mark.parametrize("form", FORMATS, ids=["zip", "mmap", "map_location", "legacy"])
-def test_state_dict_file_loads_into_the_other(
-    tmp_path: Path,
-    network: str,
-    form: dict[str, dict[str, Any]],
-    source: Implementation,
-    target: Implementation,
-) -> None:
-    """A saved state dict holds only tensors and loads strictly into the other library."""
-    net = trained_net(source, network)
-    torch.save(net.state_dict(), tmp_path / "net.pt", **form["save"])
-    loaded = torch.load(tmp_path / "net.pt", weights_only=True, **form["load"])
-    copy_of_net = make_net(target.nn, network)
-
-    assert str(copy_of_net.load_state_dict(loaded)) == "<All keys matched successfully>"
-    assert freeze(copy_of_net.state_dict()) == freeze(net.state_dict())
-    assert freeze(copy_of_net.eval()(make_batch(network))) == freeze(
-        net.eval()(make_batch(network))
-    )
 
 
 def test_whole_module_needs_no_private_classes(tmp_path: Path) -> None:

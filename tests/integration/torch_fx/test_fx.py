@@ -3,7 +3,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.capabilities import TENSOR_LIKE_BUFFERS
 from tests.helpers import TORCH, Implementation, freeze, seed_everything
@@ -52,27 +51,6 @@ def gated_net(impl: Implementation) -> torch.nn.Module:
     return Gated()
 
 
-def test_containers_and_subclasses_are_traced_into() -> None:
-    """A Sequential, a user's own module and a user's subclass of a layer are not leaves."""
-
-    def scenario(impl: Implementation) -> list[Any]:
-        nn = impl.nn
-
-        class Mine(nn.Linear):
-            pass
-
-        class Own(nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return x + 1
-
-        return nodes(fx.symbolic_trace(nn.Sequential(Mine(4, 4), Own(), nn.Linear(4, 2))).graph)
-
-    traced = agree(scenario)
-
-    calls = [target for op, target, *_ in traced if op == "call_module"]
-    assert calls == ["2"]
-
-
 def test_free_parameter_stays_an_attribute(impl: Implementation) -> None:
     """``tanh(self.w)`` reads ``w`` at each call, so that updates of the weight count."""
     net, batch = gated_net(impl), make_batch("free")
@@ -116,26 +94,6 @@ def test_custom_tracer() -> None:
 
     assert [name for name, _ in asked] == ["blocks.0", "blocks.1", "heads.left", "heads.right"]
     assert {kind for _, kind in asked} == {"Block", "Linear"}
-
-
-def test_make_fx() -> None:
-    """``make_fx`` records the same operations of a functional call and of its gradient."""
-
-    def scenario(impl: Implementation) -> tuple[Any, ...]:
-        net, batch = make_net(impl.nn, "nested"), make_batch("nested")
-
-        def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
-            return torch.func.functional_call(net, parameters, (x,)).square().sum()
-
-        parameters = {name: p.detach() for name, p in net.named_parameters()}
-        traced = make_fx(torch.func.grad(loss), tracing_mode="symbolic")(parameters, batch)
-        return nodes(traced.graph), traced(parameters, batch)
-
-    _, grads = agree(scenario)
-
-    net = make_net(torch.nn, "nested")
-    net(make_batch("nested")).square().sum().backward()
-    torch.testing.assert_close(dict(grads), gradients(net))
 
 
 def test_tracing_leaves_the_module_alone(impl: Implementation) -> None:

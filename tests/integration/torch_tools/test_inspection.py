@@ -1,17 +1,8 @@
 """Classes of users in help(), debuggers, profilers of Python and mocks."""
 
-import contextlib
-import cProfile
-import doctest
 import gc
 import inspect
-import io
-import pdb  # noqa: T100 - the debugger is what is tested
-import pstats
-import pydoc
 import re
-import rlcompleter
-import sys
 import typing
 import unittest.mock
 import weakref
@@ -85,32 +76,6 @@ def test_the_inspect_module(name: str) -> None:
     assert same(scenario)[0] == "returned"
 
 
-def sections(text: str) -> dict[str, str]:
-    """Return the entries of a page of help by their first lines, without where they are inherited from."""
-    entries = re.split(r"\n(?= \|  \w)", text)
-    return {entry.partition("\n")[0]: entry for entry in entries if not entry.startswith(" |  ---")}
-
-
-def test_the_page_of_help_documents_the_users_class() -> None:
-    """``help(Net)`` has the same entries, and what the user wrote in them."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            page = sections(shown(pydoc.render_doc(users.Wide, renderer=pydoc.plaintext)))
-            names = sorted(
-                {re.match(r" \|  (\w+)", head)[1] for head in page if head.startswith(" |  ")}
-            )
-            own = [
-                text for head, text in page.items() if " forward(" in head or "__init__(" in head
-            ]
-            return names, own, pydoc.describe(users.Wide)
-
-    found = same(scenario)
-
-    assert "load_state_dict" in str(found)
-    assert "extra: int = 2" in str(found)
-
-
 def refusal(call: Callable[[], Any]) -> str:
     """Return the type of what a call returns, or the text of its exception."""
     try:
@@ -164,80 +129,3 @@ def test_a_deleted_network_is_freed_at_once(impl: Implementation) -> None:
             assert [each() for each in gone] == [None] * len(gone)
         finally:
             gc.enable()
-
-
-def completed(users: Any) -> Any:
-    """Complete the members of a network and of its children."""
-    completer = rlcompleter.Completer({"net": users.Net(users.Block()), "users": users})
-    matches = [set(completer.attr_matches(text)) for text in ("net.", "net.body.", "users.")]
-    if WITHOUT_ARGUMENTS:
-        # Only the parenthesis of calls without arguments is closed.
-        matches = [{match.removesuffix(")") for match in each} for each in matches]
-    return [sorted(each) for each in matches]
-
-
-def stepped(users: Any) -> Any:
-    """Stop in ``forward``, print values, step into a child and show the stack."""
-    line = inspect.getsourcelines(users.Wide.forward)[1] + 1
-    commands = (
-        f"break {users.__file__}:{line}\ncontinue\nwhere\nargs\np x.shape\nstep\nup\ncontinue\n"
-    )
-    printed = io.StringIO()
-    debugger = pdb.Pdb(stdin=io.StringIO(commands), stdout=printed, nosigint=True, readrc=False)
-    trace = sys.gettrace()
-    try:
-        with contextlib.suppress(Exception):
-            debugger.runcall(users.Wide(2), torch.ones(1, 2))
-    finally:
-        debugger.clear_all_breaks()
-        sys.settrace(trace)
-    return re.sub(r"Breakpoint \d+", "Breakpoint", shown(printed.getvalue()))
-
-
-def profiled(users: Any) -> Any:
-    """Count the calls of each function of the user and of the call path."""
-    profile = cProfile.Profile()
-    net, batch = users.Net(users.Block()), torch.ones(1, 4)
-    # Finalizers of what other tests left behind are calls, too.
-    gc.collect()
-    gc.disable()
-    try:
-        profile.runcall(net, batch)
-    finally:
-        gc.enable()
-    rows = pstats.Stats(profile, stream=io.StringIO()).stats.items()
-    return sorted((re.sub(".*/", "", file), name, row[0]) for (file, _, name), row in rows)
-
-
-@for_each(
-    ("tool", "text"),
-    [
-        (completed, "load_state_dict"),
-        (stepped, "self.last(super().forward(x))"),
-        (profiled, "forward"),
-    ],
-)
-def test_a_tool_of_python_shows_what_it_shows_in_torch(
-    tool: Callable[[Any], Any], text: str
-) -> None:
-    """Completed names, steps of a debugger and call counts are those of torch."""
-
-    def scenario(impl: Implementation) -> Any:
-        with imported(impl.nn) as users:
-            return tool(users)
-
-    assert text in str(same(scenario))
-
-
-def test_doctests_of_a_users_file(impl: Implementation) -> None:
-    """Doctest finds the examples in the docstrings of a class and of its methods, and runs them."""
-    source = (
-        "import torch\nimport {nn} as nn\n\n\nclass Net(nn.Module):\n"
-        '    """A network.\n\n    >>> Net()(torch.ones(1))\n    tensor([2.])\n    """\n\n'
-        '    def forward(self, x):\n        """Add one.\n\n        >>> Net().forward(1)\n        2\n        """\n'
-        "        return x + 1\n"
-    )
-    with imported(impl.nn, source) as users:
-        result = doctest.testmod(users)
-
-    assert (result.failed, result.attempted) == (0, 2)

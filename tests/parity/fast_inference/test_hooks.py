@@ -10,8 +10,7 @@ from torch.nn.modules import module as torch_module
 import modkit
 from tests.cases import for_each
 from tests.helpers import clean_global_hooks
-from tests.parity.fast_inference.changes import extra
-from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.nets import batch, extra, net, run
 from tests.parity.fast_inference.twins import bits, differing_keys, left_behind
 
 

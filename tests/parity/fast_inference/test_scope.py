@@ -16,8 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import modkit
 from modkit.fast_inference import layers
 from tests.cases import for_each
-from tests.parity.fast_inference.changes import extra
-from tests.parity.fast_inference.nets import batch, net, run
+from tests.parity.fast_inference.nets import batch, extra, net, run
 from tests.parity.fast_inference.twins import (
     bits,
     differing_keys,
@@ -90,42 +89,6 @@ def test_restored_after_an_exception(impl, raised):
 
     assert caught.value is error
     assert snapshot(model) == before
-
-
-def test_nested_scopes(impl):
-    """Scopes of one model, and of overlapping parts, are entered and left in any order."""
-    model = net(impl)
-    expected = run(model)
-    before = snapshot(model)
-    shared = nn.Sequential(model.stem, nn.Identity())
-    parts = [model, model, model.stem, model.blocks, model.stem[0], shared, model.tied]
-    results = []
-    order = random.Random(3)
-    for _ in range(20):
-        open_scopes = [modkit.fast_inference(part) for part in order.sample(parts, 5)]
-        for scope in open_scopes:
-            scope.__enter__()
-            results.append(run(model))
-        order.shuffle(open_scopes)
-        for scope in open_scopes:
-            scope.__exit__(None, None, None)
-            results.append(run(model))
-
-    assert results == [expected] * len(results)
-    assert snapshot(model) == before
-
-
-def test_modules_that_leave_and_join(impl):
-    """Nothing stays on a module that has left the model inside, nor on one that has joined it."""
-    model = net(impl)
-    removed, added = model.stem[0], nn.Sequential(extra(4))
-    before = snapshot(removed), snapshot(added)
-    with modkit.fast_inference(model):
-        run(model)
-        model.stem[0] = added
-        run(model)
-
-    assert (snapshot(removed), snapshot(added)) == before
 
 
 @for_each("wrong", [None, 3, "text", nn.Linear, [nn.ReLU()], torch.relu], ids=repr)
@@ -242,43 +205,6 @@ def _step(model):
             parameter.add_(0.25)
 
 
-def test_averages(impl):
-    """Averages that are made, updated and swapped in, inside and around the scope, count."""
-
-    def scenario(scope):
-        model, seen = net(impl), {}
-        around = modkit.EMA(model, 0.5)
-        around.update()
-        with scope(model):
-            inside = modkit.EMA(model, 0.5)
-            inside.update()
-            average = AveragedModel(model)
-            seen["wrapped"] = run(average.module), list(vars(average.module))
-            _step(model)
-            for each in (around, inside):
-                each.update()
-                with each.applied():
-                    seen["applied", each is around] = run(model), run(model, "inference_mode")
-                    with scope(model):
-                        seen["applied, nested", each is around] = run(model)
-                seen["restored", each is around] = run(model)
-            average.update_parameters(model)
-            seen["average"] = run(average.module)
-        with around.applied():
-            seen["applied after"] = run(model)
-            with scope(model):
-                seen["scope in applied"] = run(model)
-            seen["scope left"] = run(model)
-        with scope(average):
-            seen["average in scope"] = run(average)
-            average.update_parameters(model)
-            seen["average updated"] = run(average)
-        seen["after"] = run(model), left_behind(model)
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
 def averages_updated_before_a_change(scope, impl):
     """An update inside the block knows nothing of what the model gets after it."""
     model = net(impl)
@@ -319,22 +245,6 @@ def buffers_cast_across_scopes(scope, impl):
     model.double()
     seen = outcome(lambda: inner.__exit__(None, None, None))
     return seen, {name: tensor.dtype for name, tensor in model.state_dict().items()}
-
-
-def averages_applied_across_scopes(scope, impl):
-    """Scopes and `EMA.applied()` blocks may be left in another order than that of entry."""
-    model, seen = net(impl), []
-    ema = modkit.EMA(model, 0.5)
-    ema.update()
-    _step(model)
-    outer, inner = scope(model), ema.applied()
-    outer.__enter__()
-    inner.__enter__()
-    seen.append(run(model))
-    outer.__exit__(None, None, None)
-    seen.append(run(model))
-    inner.__exit__(None, None, None)
-    return seen, run(model), left_behind(model)
 
 
 def test_threads(impl):
@@ -646,7 +556,6 @@ def test_set_submodule_does_not_take_the_place_of_a_buffer_that_is_none():
 SCENARIOS = (
     what_is_read_inside,
     a_copy_is_independent,
-    averages_applied_across_scopes,
     averages_updated_before_a_change,
     buffers_cast_across_scopes,
     shared_and_cyclic_models,

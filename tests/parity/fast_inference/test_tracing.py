@@ -1,4 +1,3 @@
-import copy
 import itertools
 import re
 import warnings
@@ -6,7 +5,6 @@ import warnings
 import pytest
 import torch
 from torch import fx, nn
-from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -196,46 +194,6 @@ def jit_trace(scope, impl):
     return inside, traced(batch(2)), graphs
 
 
-def functional_call_inside(scope, impl):
-    """`torch.func.functional_call` inside uses the given tensors, and then the module's again."""
-    model = net(impl)
-    state = {name: p.detach() * 1.5 for name, p in model.named_parameters()}
-    part = {"stem.0.weight": torch.ones(6, 4), "blocks.0.scale": torch.zeros(6)}
-    seen = []
-    with scope(model):
-        seen += [functional_call(model, state, (batch(),)), model(batch())]
-        seen += [functional_call(model, part, (batch(),)), model(batch())]
-        seen += [outcome(lambda: functional_call(model, {"unknown": batch()}, (batch(),)))]
-        seen += [outcome(lambda: functional_call(model, {"stem.0.weight": batch()}, batch()))]
-        seen += [outcome(lambda: functional_call(model, part, ("text",)))]
-        seen += [model(batch()), functional_call(model.stem, {"0.bias": None}, (batch(),))]
-    return seen, left_behind(model)
-
-
-def transforms(scope, impl):
-    """`vmap`, `grad`, `jacrev` and `jvp` through a network give the same results inside."""
-    model, other = net(impl), net(impl, 1)
-    stacked = stack_module_state([model, other])
-    base = copy.deepcopy(model).to("meta")
-    seen = []
-    with scope(model), scope(base):
-
-        def call(parameters, buffers, x):
-            return functional_call(base, (parameters, buffers), (x,))
-
-        seen += [vmap(call, in_dims=(0, 0, None))(*stacked, batch())]
-        seen += [vmap(model)(batch()[:, None]), vmap(model.stem)(batch()[:, None])]
-
-        def loss(parameters):
-            return functional_call(model, parameters, (batch(),)).square().sum()
-
-        seen += [grad(loss)(dict(model.named_parameters()))]
-        seen += [torch.func.jacrev(model)(batch(1)), torch.func.jacfwd(model)(batch(1))]
-        seen += [torch.func.jvp(model, (batch(),), (torch.ones(3, 4),))]
-        seen += [torch.func.hessian(lambda x: model(x).sum())(batch(1)), model(batch())]
-    return seen
-
-
 def make_fx_inside(scope, impl):
     """`make_fx` records the same operators inside."""
     model = net(impl)
@@ -285,8 +243,6 @@ def compile_and_export(scope, impl):
 SCENARIOS = (
     fx_graph,
     jit_trace,
-    functional_call_inside,
-    transforms,
     make_fx_inside,
     forward_gradients_and_checkpointing,
     compile_and_export,
