@@ -66,7 +66,15 @@ def install_extra(extra: str) -> str:
 
 MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
 
-MSG_REBIND: Final = "If the model has changed on purpose, call EMA.rebind() and go on."
+MSG_REBIND: Final = (
+    "If the model has changed on purpose, call EMA.rebind() and go on. The averages are unchanged."
+)
+
+MSG_UNFROZEN: Final = (
+    "With trainable_only=True, those that are unexpected require gradients now, and have no "
+    "average: call EMA.rebind() to begin one with their present values, or average all parameters. "
+    "The averages are unchanged."
+)
 
 MSG_LEAVE_OUT: Final = (
     "Leave it out with exclude=, or average only what trains with trainable_only=True. Nothing has "

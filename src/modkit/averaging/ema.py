@@ -793,6 +793,7 @@ class EMA(Generic[ModelT_co]):
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+            self._engine.pairing(self.model, 0)
             self._follow(always=True)
             if self._module is None:
                 self._module = AveragedCopy(self.averaged_model())

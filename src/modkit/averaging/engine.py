@@ -8,7 +8,7 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor
 
-from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, add_note
+from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
@@ -27,7 +27,6 @@ from modkit.averaging.sharding import (
 from modkit.averaging.state_checks import constructing
 from modkit.averaging.swap import Pairs, Registered, pairs_for
 from modkit.averaging.watch import Watch
-from modkit.errors import NameMismatchError
 
 
 class Pairing:
@@ -37,6 +36,7 @@ class Pairing:
         named: The tensors of the model.
         values: The values of the average by name.
         copied: Names of buffers that are copied, not averaged.
+        frozen: Parameters that end the pairing if they begin to require gradients.
 
     Attributes:
         pairs: Name, tensor of the model, and value of the average.
@@ -48,14 +48,20 @@ class Pairing:
         NameMismatchError: If names or shapes do not match.
     """
 
-    def __init__(self, named: NamedTensors, values: Tensors, copied: Iterable[str]) -> None:
+    def __init__(
+        self,
+        named: NamedTensors,
+        values: Tensors,
+        copied: Iterable[str],
+        frozen: Iterable[Tensor],
+    ) -> None:
         self.pairs: Pairs = pairs_for(named, values)
         self.copied: frozenset[str] = frozenset(copied)
         tensors = [tensor for _, tensor, _ in self.pairs]
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in self.pairs)
         unknown = is_stale or named.has_lazy()
-        self.watch: Watch = Watch([named], tensors, buffers=True, unknown=unknown)
+        self.watch: Watch = Watch([named], tensors, buffers=True, frozen=frozen, unknown=unknown)
         self.registered: Registered = Registered(named, self.pairs, self.watch)
 
 
@@ -136,14 +142,14 @@ class Engine:
         """Match the model with the averages, and allocate those before the first step."""
         named = self._named(model)
         _check_materialized(named)
-        # A first step that was refused may have left averages, of a part of the model if memory ran
-        # out. They hold no values, so they are made anew.
-        averaged, copied = self.options.split(named, self.averages[0].tensors if self.begun else {})
+        averaged, copied = self._split(model, named)
         _check_layouts(averaged, copied)
 
         if self.begun:
             self._check_averaged(averaged)
         else:
+            # A first step that was refused may have left averages, of a part of the model if memory
+            # ran out. They hold no values, so they are made anew.
             _check_any(averaged)
             # A lazy model had no names to compare the globs with when the EMA was created.
             self.options.check_globs(model)
@@ -159,30 +165,46 @@ class Engine:
         pairs = [(self._copies, member.name, member) for member in copied]
         copies = Copies(pairs, self.options.device)
 
-        # A parameter that begins to train ends the plan: it has no average yet, which is an error.
-        frozen: list[Tensor] = []
-        if self.options.trainable_only:
-            left_out = named.parameters.keys() - averaged.keys()
-            frozen = [named.parameters[name].tensor for name in left_out]
         return Plan(
             options=self.options,
             averages=self.averages,
             currents=averaged,
             copies=copies,
             models=[named],
-            frozen=frozen,
+            frozen=self._frozen(named, averaged),
         )
+
+    def _split(
+        self, model: torch.nn.Module, named: NamedTensors
+    ) -> tuple[dict[str, Tensor], list[Member]]:
+        """Return the tensors of a model that are to be averaged, and those to be copied."""
+        present = self.averages[0].tensors if self.begun else {}
+        averaged, copied = self.options.split(named, present)
+        if self.options.trainable_only and model is not self.model:
+            # Which parameters train is a matter of the tracked model, not of another one.
+            own = NamedTensors(self.model)
+            frozen = own.parameters.keys() - self.options.split(own, present)[0].keys()
+            averaged = {name: tensor for name, tensor in averaged.items() if name not in frozen}
+        return averaged, copied
+
+    def _frozen(self, named: NamedTensors, averaged: Tensors) -> list[Tensor]:
+        """Return the parameters that must not begin to train: they would have no average."""
+        if not self.options.trainable_only:
+            return []
+        return [m.tensor for name, m in named.parameters.items() if name not in averaged]
 
     def _check_averaged(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
-        expected = shapes_of(self.averages[0].tensors)
-        try:
-            check_match(
-                "EMA: the model is not the one that is averaged", expected, shapes_of(averaged)
-            )
-        except NameMismatchError as error:
-            add_note(error, MSG_REBIND)
-            raise
+        present = self.averages[0].tensors
+        new = [tensor for name, tensor in averaged.items() if name not in present]
+        is_grown = new and present.keys() <= averaged.keys()
+        is_unfrozen = self.options.trainable_only and all(tensor.requires_grad for tensor in new)
+        check_match(
+            "EMA: the model is not the one that is averaged",
+            shapes_of(present),
+            shapes_of(averaged),
+            end=MSG_UNFROZEN if is_grown and is_unfrozen else MSG_REBIND,
+        )
 
     def averaged_parameters(self) -> list[Tensor]:
         """Return the model's parameters that are averaged, or will be from the first step on."""
@@ -259,10 +281,16 @@ class Engine:
         values = self.named(index)
         # The pairing keeps the tensors alive, so no other tensor can get the id of one.
         facts = (*values, *map(id, values.values()))
+        return self._swaps.get(model, index, facts, lambda: self._pair(model, index, values))
+
+    def _pair(self, model: torch.nn.Module, index: int, values: Tensors) -> Pairing:
+        """Pair an average with a model, which must have what is averaged, and no more of it."""
+        named = self._named(model)
+        averaged, _ = self._split(model, named)
+        if self.begun and not named.has_lazy():
+            self._check_averaged(averaged)
         copied = self._copies.keys() - self.averages[index].statistics.keys()
-        return self._swaps.get(
-            model, index, facts, lambda: Pairing(self._named(model), values, copied)
-        )
+        return Pairing(named, values, copied, self._frozen(named, averaged))
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied.
@@ -443,9 +471,8 @@ class Engine:
             self.options, device=device or self.options.device, dtype=dtype or self.options.dtype
         )
         averaged: dict[str, Tensor] = {}
-        average_tensors = self.averages[0].tensors
-        if average_tensors:
-            averaged, _ = options.split(NamedTensors(self.model), average_tensors)
+        if self.begun:
+            averaged, _ = self._split(self.model, NamedTensors(self.model))
             self._check_averaged(averaged)
 
         same_names = {name: name for name in averaged}

@@ -1,0 +1,140 @@
+"""What is averaged is checked wherever a model is used, and mistakes are named where one looks."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import modkit
+from modkit.errors import NameMismatchError
+from tests.cases import for_each
+from tests.unit.averaging.recipes import network, same_state, set_to, state_of
+
+
+def enter(block: Any) -> None:
+    """Begin and end a block."""
+    with block:
+        pass
+
+
+def by_hooks(callback: Any) -> None:
+    """Evaluate between two hooks."""
+    callback.on_validation_start()
+    callback.on_validation_end()
+
+
+# What a user calls with the model in training, a wrapper or a copy of it.
+OWN: dict[str, Callable[[Any], object]] = {
+    "update": lambda callback: callback.step(),
+    "applied": lambda callback: enter(callback.ema.applied()),
+    "evaluating": lambda callback: enter(callback.evaluating()),
+    "hooks": by_hooks,
+    "copy_to": lambda callback: callback.ema.copy_to(),
+    "module": lambda callback: callback.ema.module,
+    "call": lambda callback: callback.ema(torch.ones(1, 4)),
+    "averaged_model": lambda callback: callback.ema.averaged_model(),
+    "update_bn": lambda callback: callback.ema.update_bn([torch.randn(4, 4)]),
+    "to": lambda callback: callback.ema.to(dtype=torch.float64),
+}
+OTHER: dict[str, Callable[[Any, nn.Module], object]] = {
+    "update": lambda ema, model: ema.update(model),
+    "applied": lambda ema, model: enter(ema.applied(model)),
+    "copy_to": lambda ema, model: ema.copy_to(model),
+}
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "gained": (lambda net: net.append(nn.Linear(2, 2)), "2 unexpected: 4.weight, 4.bias"),
+    "lost": (lambda net: net.__delitem__(3), "2 missing: 3.weight, 3.bias"),
+    "gained a buffer": (
+        lambda net: net.append(nn.BatchNorm1d(2, affine=False)),
+        "2 unexpected: 4.running_mean, 4.running_var",
+    ),
+    "unfrozen": (
+        lambda net: net[0].requires_grad_(True),
+        r"2 unexpected: 0\.weight, 0\.bias\. .*require gradients now.* call EMA\.rebind\(\)",
+    ),
+}
+
+
+def begun(**options: Any) -> "modkit.EMACallback[nn.Module]":
+    """Return averages of a network whose first layer is frozen."""
+    net = network()
+    net[0].requires_grad_(False)
+    callback = modkit.EMACallback(net, None, 0.5, trainable_only=True, buffers="average", **options)
+    callback.step()
+    set_to(net, 1.0)
+    callback.step()
+    return callback
+
+
+@for_each("change", CHANGES)
+@for_each("call", OWN)
+@for_each("is_paired", [False, True])
+def test_a_changed_model_is_refused_everywhere(change: str, call: str, is_paired: bool) -> None:
+    """Nothing has changed then, and `rebind()` takes the model as it is."""
+    callback = begun()
+    if is_paired:
+        enter(callback.evaluating())
+        callback.ema.averaged_model()
+    alter, message = CHANGES[change]
+    alter(callback.model)
+    before, averages = state_of(callback.model), copy.deepcopy(callback.state_dict())
+    for _ in range(2):
+        with pytest.raises(NameMismatchError, match=rf"{message}.*averages are unchanged"):
+            OWN[call](callback)
+
+    assert same_state(callback.model, before)
+    assert str(callback.state_dict()) == str(averages)
+    callback.ema.rebind()
+    callback.step()
+    OWN[call](callback)
+
+
+@for_each("change", ["gained", "lost", "gained a buffer"])
+@for_each("call", OTHER)
+def test_another_model_that_is_changed_is_refused(change: str, call: str) -> None:
+    """It is not written to."""
+    ema = begun().ema
+    other = copy.deepcopy(ema.model)
+    CHANGES[change][0](other)
+    before = state_of(other)
+    with pytest.raises(NameMismatchError, match=CHANGES[change][1]):
+        OTHER[call](ema, other)
+
+    assert same_state(other, before)
+
+
+@for_each("call", OTHER)
+@for_each("wrapped", [False, True])
+def test_what_trains_is_a_matter_of_the_tracked_model(call: str, wrapped: bool) -> None:
+    """Another model may be frozen as a whole, or train all that it has."""
+    ema = begun().ema
+    for trains in False, True:
+        other = copy.deepcopy(ema.model).requires_grad_(trains)
+        OTHER[call](ema, nn.ModuleDict({"net": other}) if wrapped else other)
+
+
+@for_each("options", [{"include": ["1.*", "3.*"]}, {"exclude": "4.*"}])
+@for_each("call", OWN)
+def test_what_is_left_out_may_come(options: dict[str, Any], call: str) -> None:
+    """A layer that the options do not select is none that is averaged."""
+    net = nn.Sequential(*network(), nn.Linear(2, 2))
+    callback = modkit.EMACallback(net, None, 0.5, **options)
+    callback.step()
+    net[4] = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    net[4].requires_grad_(False)
+
+    OWN[call](callback)
+
+
+@for_each("call", OWN)
+def test_before_the_first_update_a_model_may_change(call: str) -> None:
+    """There is nothing yet that would not fit."""
+    callback = modkit.EMACallback(network(), None, 0.5)
+    callback.model.append(nn.Linear(2, 2))
+    if call != "update_bn":
+        OWN[call](callback)
+    callback.step()
+    OWN[call](callback)
