@@ -19,8 +19,6 @@ from tests.parity.fast_inference.twins import (
     differing_keys,
     holder_of,
     left_behind,
-    outcome,
-    same_inside,
 )
 from tests.parity.module.module_cases import seed
 
@@ -345,45 +343,3 @@ def test_subclasses(impl):
         return seen
 
     assert differing_keys(scenario) == []
-
-
-def test_members_as_a_user_sees_them(impl):
-    """Reading, setting and deleting members gives the same values and errors inside."""
-
-    class Shadowed(impl.nn.Module):
-        name = "class attribute"
-
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("late", None)
-            self.register_parameter("none", None)
-            self.fc = nn.Linear(2, 2)
-
-    def scenario(scope):
-        model = Shadowed()
-        seen = []
-        with scope(model):
-            seen += [model.late, model.none, model.name, type(model.fc).__name__]
-            seen += [outcome(lambda: model.missing), outcome(lambda: delattr(model, "missing"))]
-            seen += [hasattr(model, name) for name in ("fc", "late", "weight")]
-            seen += [sorted({name for name in dir(model) if not name.startswith("_")})]
-            model.late = torch.ones(2)
-            seen += [model.late, list(model.state_dict()), list(dict(model.named_buffers()))]
-            seen += [outcome(lambda: setattr(model, "fc", 3))]
-            seen += [outcome(lambda: setattr(model, "late", "text"))]
-            seen += [outcome(lambda: model.register_buffer("fc", None))]
-            seen += [outcome(lambda: model.register_parameter("fc", None))]
-            seen += [outcome(lambda: model.add_module("late", nn.ReLU()))]
-            seen += [outcome(lambda: model.register_buffer("own", torch.ones(1)))]
-            seen += [outcome(lambda: model.register_buffer("own", torch.ones(1)))]
-            model.fc = None
-            seen += [model.fc, list(model._modules)]
-            del model.fc
-            seen += [outcome(lambda: model.fc)]
-            model.fc = "a text"
-            seen += [model.fc]
-        return seen, left_behind(model)
-
-    result = same_inside(scenario)
-
-    assert result[0] == "returned"
