@@ -1,8 +1,9 @@
 """Texts of errors: torch's own, read from the installed release, and long ones of modkit."""
 
 import sys
+import warnings
 from collections.abc import Iterator
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Final
 
 from modkit._upstream import original_methods
@@ -46,6 +47,19 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
 
 
+def warn_user(text: str) -> None:
+    """Warn at the line that called modkit, whatever decorators and blocks are in between."""
+    level = 1
+    frame: FrameType | None = sys._getframe()
+    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in _IN_BETWEEN:
+        frame = frame.f_back
+        level += 1
+    warnings.warn(text, stacklevel=level)
+
+
+_IN_BETWEEN: Final = frozenset({"modkit", "contextlib", "torch"})
+
+
 def install_extra(extra: str) -> str:
     """Return how to install one of modkit's extras.
 
@@ -74,6 +88,12 @@ MSG_UNFROZEN: Final = (
     "With trainable_only=True, those that are unexpected require gradients now, and have no "
     "average: call EMA.rebind() to begin one with their present values, or average all parameters. "
     "The averages are unchanged."
+)
+
+MSG_NO_UPDATE: Final = (
+    "EMA: there has been no update, but the model was trained since the EMA was created, so what "
+    "stands for the average is the training weights. Call update() after each optimizer step, or "
+    "attach() the optimizer that takes the steps"
 )
 
 MSG_LEAVE_OUT: Final = (

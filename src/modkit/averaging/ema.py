@@ -3,18 +3,18 @@
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, NoReturn
+from typing import Any, Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
-from modkit._messages import MSG_COPY_WRITTEN
+from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
-from modkit.averaging.engine import Engine
+from modkit.averaging.engine import Engine, Pairing
 from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps
@@ -47,6 +47,9 @@ from modkit.averaging.swap import (
 
 
 __all__ = ["EMA", "EMAOptions"]
+
+# So many writes to a parameter are training: creating and loading a model takes fewer.
+_TRAINED: Final = 10
 
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 
@@ -191,6 +194,8 @@ class EMA(Generic[ModelT_co]):
         self._written: set[str] = set()
         self._steps = OptimizerSteps()
         self._module: AveragedCopy[ModelT_co] | None = None
+        # How often the model had been written to; None once a training without updates was noticed.
+        self._writes: int | None = self._engine.writes()
 
     def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
         """Check that the model holds its training weights, not an average in their place.
@@ -330,10 +335,10 @@ class EMA(Generic[ModelT_co]):
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout
-                of a tensor: sparse, nested and mkldnn parameters cannot be averaged, nested and
-                mkldnn buffers not even copied; or, with ``on_nonfinite="raise"``, if a value is not
-                finite.
+                uninitialized (lazy) or on the meta device; if torch has no
+                kernels for the layout of a tensor: sparse, nested and mkldnn parameters cannot be
+                averaged, nested and mkldnn buffers not even copied; or, with
+                ``on_nonfinite="raise"``, if a value is not finite.
             ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
                 ``trainable_only=True`` and no parameter requires gradients, or a glob matches no
                 name of a model that was lazy.
@@ -386,9 +391,9 @@ class EMA(Generic[ModelT_co]):
             TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no kernels for the layout
-                of a tensor (see :meth:`update`); or if a new one is not finite, unless
-                ``on_nonfinite`` is ``"ignore"``.
+                uninitialized (lazy) or on the meta device; if torch has no
+                kernels for the layout of a tensor (see :meth:`update`); or if a new one is not
+                finite, unless ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
 
         Example:
@@ -526,25 +531,35 @@ class EMA(Generic[ModelT_co]):
                 instead.
 
         Warns:
-            UserWarning: If the block has written to or replaced a buffer that is copied, not
-                averaged, once for each. The model has its training value again after the block,
-                and the next update renews the copy.
+            UserWarning: Once, if the model was trained since this object was created, and there has
+                been no update: the block sees the training weights. :meth:`copy_to`,
+                :attr:`module` and :meth:`averaged_model` warn too. Fused optimizers are not
+                noticed, because torch does not count their writes. If the block has written to or
+                replaced a buffer that is copied, not averaged, once for each: the model has its
+                training value again after the block, and the next update renews the copy.
         """
         target = self.model if model is None else model
-        pairing = self._engine.pairing(target, index)
+        pairing = self._pairing(target, index)
         swapped = exchanged(
             pairing.pairs, pairing.registered, pairing.copied, self._warn_of_written
         )
         with resharded(target), swapped:
             yield
 
+    def _pairing(self, model: torch.nn.Module, index: int) -> Pairing:
+        """Pair an average with a model; warn once if the model was trained without an update."""
+        writes = self._writes
+        if writes is not None and not self.step and self._engine.writes() - writes >= _TRAINED:
+            self._writes = None
+            warn_user(MSG_NO_UPDATE)
+        return self._engine.pairing(model, index)
+
     def _warn_of_written(self, names: Iterable[str]) -> None:
         """Warn once of each copied buffer that a block has written to."""
         new = [name for name in names if name not in self._written]
         self._written.update(new)
         for name in new:
-            # From here through two context managers to the block.
-            warnings.warn(MSG_COPY_WRITTEN.format(name=name), stacklevel=6)
+            warn_user(MSG_COPY_WRITTEN.format(name=name))
 
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
         """Copy an average into a model; no effect before the first update.
@@ -583,7 +598,7 @@ class EMA(Generic[ModelT_co]):
         """
         target = self.model if model is None else model
         with uninterrupted(), torch.no_grad():
-            pairs = self._engine.pairing(target, index).pairs
+            pairs = self._pairing(target, index).pairs
             check_writable(pairs)
             for _, tensor, value in pairs:
                 write(tensor, value)
@@ -793,7 +808,7 @@ class EMA(Generic[ModelT_co]):
         """
         # Tensors that are made in inference mode could not be written to outside of it.
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            self._engine.pairing(self.model, 0)
+            self._pairing(self.model, 0)
             self._follow(always=True)
             if self._module is None:
                 self._module = AveragedCopy(self.averaged_model())
@@ -1006,6 +1021,7 @@ class EMA(Generic[ModelT_co]):
             self.update_every = loaded.update_every
             self.update_after_step = loaded.update_after_step
             self._steps.load(loaded.stepped)
+            self._writes = self._engine.writes()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model does not hold the average any more: it gets the training weights. They are

@@ -25,7 +25,7 @@ from modkit.averaging.sharding import (
     shards_of,
 )
 from modkit.averaging.state_checks import constructing
-from modkit.averaging.swap import Pairs, Registered, pairs_for
+from modkit.averaging.swap import Pairs, Registered, pairs_for, versions_of
 from modkit.averaging.watch import Watch
 
 
@@ -205,6 +205,10 @@ class Engine:
             shapes_of(averaged),
             end=MSG_UNFROZEN if is_grown and is_unfrozen else MSG_REBIND,
         )
+
+    def writes(self) -> int:
+        """Return how often a parameter that is averaged was written to, as far as torch counts."""
+        return max(versions_of(self.averaged_parameters()), default=0)
 
     def averaged_parameters(self) -> list[Tensor]:
         """Return the model's parameters that are averaged, or will be from the first step on."""

@@ -11,7 +11,7 @@ from torch import nn
 import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
-from tests.unit.averaging.recipes import network, same_state, set_to, state_of
+from tests.unit.averaging.recipes import gradients, network, same_state, set_to, state_of
 
 
 def enter(block: Any) -> None:
@@ -138,3 +138,52 @@ def test_before_the_first_update_a_model_may_change(call: str) -> None:
         OWN[call](callback)
     callback.step()
     OWN[call](callback)
+
+
+# --- averages that are never updated -------------------
+
+READS: dict[str, Callable[[Any], object]] = {
+    name: read for name, read in OWN.items() if name not in {"update", "update_bn", "to"}
+}
+
+
+def steps(net: nn.Module, foreach: bool, count: int = 10) -> None:
+    """Train."""
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=foreach)
+    for number in range(count):
+        gradients(net, number)
+        optimizer.step()
+
+
+@for_each("read", READS)
+@for_each("foreach", [False, True])
+def test_an_average_that_is_never_updated_is_noticed_once(read: str, foreach: bool) -> None:
+    """The warning says what to call, at the line that reads the average."""
+    callback = modkit.EMACallback(network(), None)
+    READS[read](callback)
+    steps(callback.model, foreach)
+    with pytest.warns(UserWarning, match=r"no update, but .* attach\(\) the optimizer") as caught:
+        READS[read](callback)
+    assert [warning.filename for warning in caught] == [__file__]
+    for other in READS.values():
+        other(callback)
+
+
+@for_each("read", READS)
+def test_what_is_no_training_is_not_taken_for_one(read: str) -> None:
+    """Loading, initializing, a delayed start, a resume, and a copy are not."""
+    delayed, resumed = (
+        modkit.EMACallback(network(), None, update_after_step=after) for after in (5, 0)
+    )
+    delayed.step()
+    steps(delayed.model, foreach=True)
+    READS[read](delayed)
+
+    resumed.model.load_state_dict(network().state_dict())
+    set_to(resumed.model, 1.0)
+    READS[read](resumed)
+    state = modkit.EMA(resumed.model).state_dict()
+    steps(resumed.model, foreach=True)
+    resumed.load_state_dict(state)
+    READS[read](resumed)
+    READS[read](copy.deepcopy(resumed))
