@@ -96,6 +96,11 @@ MSG_NO_UPDATE: Final = (
     "attach() the optimizer that takes the steps"
 )
 
+MSG_EMPTIED: Final = (
+    "{owner}: {name} has become empty: it had elements before. Something keeps them elsewhere, as "
+    "sharding and offloading do; call this where the model has them. Nothing has been changed."
+)
+
 MSG_LEAVE_OUT: Final = (
     "Leave it out with exclude=, or average only what trains with trainable_only=True. Nothing has "
     "been changed."

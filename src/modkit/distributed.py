@@ -63,8 +63,8 @@ def export_average(
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
         ValueError: If an entry, or a dtype, cannot be stored in a safetensors file, or an average
             is too large for the dtype.
-        RuntimeError: If there has been no update, so there is no average to write; on the other
-            ranks, if rank 0 could not write the file.
+        RuntimeError: If there has been no update, so there is no average to write, or a parameter
+            has become empty; on the other ranks, if rank 0 could not write the file.
         OSError: On rank 0, if the file cannot be written.
 
     Example:
@@ -137,6 +137,8 @@ class _Contents:
             )
         named = NamedTensors(ema.model)
         check_not_partitioned("export_average", named.modules)
+        parameters = {name: member.current() for name, member in named.parameters.items()}
+        ema._engine.check_filled("export_average", parameters)
         members = named.all()
         average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
 

@@ -335,7 +335,7 @@ class EMA(Generic[ModelT_co]):
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no
+                uninitialized (lazy) or on the meta device, or has become empty; if torch has no
                 kernels for the layout of a tensor: sparse, nested and mkldnn parameters cannot be
                 averaged, nested and mkldnn buffers not even copied; or, with
                 ``on_nonfinite="raise"``, if a value is not finite.
@@ -391,7 +391,7 @@ class EMA(Generic[ModelT_co]):
             TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no
+                uninitialized (lazy) or on the meta device, or has become empty; if torch has no
                 kernels for the layout of a tensor (see :meth:`update`); or if a new one is not
                 finite, unless ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.

@@ -7,8 +7,9 @@ from typing import Any, SupportsIndex, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
+from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import precision, state as ema_state
 from modkit.averaging.averages import Average, Tensors
 from modkit.averaging.copies import Copies
@@ -101,6 +102,9 @@ class Engine:
         self._swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        # Names of the parameters that have elements, unless they are uninitialized.
+        tensors = ((name, member.tensor) for name, member in named.parameters.items())
+        self._filled = {name for name, tensor in tensors if is_lazy(tensor) or tensor.numel()}
 
     def step(self, model: torch.nn.Module, rule: Rule, count: int) -> bool:
         """Take one step towards a model's tensors, which must be those that are averaged.
@@ -143,6 +147,7 @@ class Engine:
         named = self._named(model)
         _check_materialized(named)
         averaged, copied = self._split(model, named)
+        self.check_filled("EMA", averaged)
         _check_layouts(averaged, copied)
 
         if self.begun:
@@ -205,6 +210,12 @@ class Engine:
             shapes_of(averaged),
             end=MSG_UNFROZEN if is_grown and is_unfrozen else MSG_REBIND,
         )
+
+    def check_filled(self, owner: str, tensors: Tensors) -> None:
+        """Raise RuntimeError, by name, for a parameter that has become empty."""
+        for name, tensor in tensors.items():
+            if name in self._filled and not tensor.numel():
+                raise RuntimeError(MSG_EMPTIED.format(owner=owner, name=name))
 
     def writes(self) -> int:
         """Return how often a parameter that is averaged was written to, as far as torch counts."""
@@ -387,6 +398,7 @@ class Engine:
 
         former_names = self._former_names(named)
         averaged, copied = self.options.split(named, former_names)
+        self.check_filled("EMA", averaged)
         _check_any(averaged)
         _check_layouts(averaged, copied)
         if self.options.on_nonfinite != "ignore":

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import modkit
+import modkit.distributed
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.unit.averaging.recipes import gradients, network, same_state, set_to, state_of
@@ -140,7 +142,7 @@ def test_before_the_first_update_a_model_may_change(call: str) -> None:
     OWN[call](callback)
 
 
-# --- averages that are never updated -------------------
+# --- averages that are never updated, and parameters that others keep elsewhere -------------------
 
 READS: dict[str, Callable[[Any], object]] = {
     name: read for name, read in OWN.items() if name not in {"update", "update_bn", "to"}
@@ -187,3 +189,30 @@ def test_what_is_no_training_is_not_taken_for_one(read: str) -> None:
     resumed.load_state_dict(state)
     READS[read](resumed)
     READS[read](copy.deepcopy(resumed))
+
+
+@for_each("is_begun", [False, True])
+def test_a_parameter_that_has_become_empty_is_refused(is_begun: bool, tmp_path: Path) -> None:
+    """What has taken its elements elsewhere has to bring them back; empty ones from the start may be."""
+    net = network()
+    net.register_parameter("nothing", nn.Parameter(torch.empty(0)))
+    net.register_parameter("left_out", nn.Parameter(torch.ones(2)))
+    ema = modkit.EMA(net, 0.5, exclude="left_out")
+    if is_begun:
+        ema.update()
+    elements = {name: parameter.data for name, parameter in net.named_parameters()}
+    for parameter in net.parameters():
+        parameter.data = torch.empty(0)
+    for call in ema.update, ema.rebind if is_begun else ema.update:
+        with pytest.raises(RuntimeError, match=r"^EMA: 0\.weight has become empty: it had"):
+            call()
+    assert ema.step == is_begun
+
+    for name, parameter in net.named_parameters():
+        parameter.data = elements[name] if name != "left_out" else torch.empty(0)
+    ema.update()
+    with pytest.raises(RuntimeError, match=r"^export_average: left_out has become empty"):
+        modkit.distributed.export_average(ema, tmp_path / "average.pt")
+    net.left_out.data = elements["left_out"]
+    modkit.distributed.export_average(ema, tmp_path / "average.pt")
+    net.load_state_dict(torch.load(tmp_path / "average.pt"))
