@@ -1,7 +1,7 @@
 """Types that type checkers must infer. Never run: `nox -s typing` reads it."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from typing_extensions import assert_type
 import modkit
 from modkit import jit, migrations, nn
 from modkit._upstream import IncompatibleKeys
+from modkit.models import EfficientZeroConfig, EfficientZeroModel, EZNetworkOutput
 from modkit.nn import functional as F
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -177,3 +178,10 @@ class Scale(jit.ScriptModule):
 
 assert_type(Scale(3), Scale)
 assert_type(Scale(3).scaled(torch.ones(3), 2), torch.Tensor)
+
+# LightZero's model takes a configuration, or its options as LightZero's does.
+config = EfficientZeroConfig(observation_shape=(3, 6, 7), action_space_size=7)
+search_model = EfficientZeroModel(config)
+assert_type(config.latent_shape, Sequence[int])
+assert_type(search_model.initial_inference(torch.ones(1, 3, 6, 7)), EZNetworkOutput)
+assert_type(EfficientZeroModel(observation_shape=(3, 6, 7)).get_params_mean(), float)
