@@ -906,6 +906,8 @@ class EMA(Generic[ModelT_co]):
               ``"update_after_step"``; ``"start"``, the step at which the average was a copy, or
               None;
             - ``"schedules"``: name and fields of each schedule;
+            - ``"versions"``: those of the model's modules that are not 1, by path, and the model's
+              own, by which :mod:`modkit.migrations` finds what to migrate;
             - ``"averages"``: for each average its ``"tensors"``, states
               of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
             - ``"buffers"``: the copied buffers;
@@ -921,6 +923,7 @@ class EMA(Generic[ModelT_co]):
             "update_every": self.update_every,
             "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
+            "versions": ema_state.versions_of(self.model),
             **self._engine.state_dict(),
             **self._steps.state_dict(),
         }
@@ -935,15 +938,18 @@ class EMA(Generic[ModelT_co]):
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
         Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
-        ``update_after_step`` are those of the state, with a warning where they differ; precision
-        and device stay. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``, diffusers'
-        ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew, with a
-        warning. A state from inside :meth:`applied` also loads its training weights into the model,
-        whose own state holds the average then: load that one first.
+        ``update_after_step`` are those of the state, with a warning where they differ. The device
+        stays, and so does the precision, except that averages of an ``EMA`` which were saved in a
+        wider dtype keep it. A state of an older version migrates as the model's does, see
+        :mod:`modkit.migrations`. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``,
+        diffusers' ``EMAModel``, ema-pytorch, torch_ema, Lightning, CompVis' ``LitEma`` and
+        checkpoints of mmengine. An empty state starts anew, with a warning. A state from inside
+        :meth:`applied` also loads its training weights into the model, whose own state holds the
+        average then: load that one first.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
-        the first update, with a warning unless the schedule is constant and ``update_after_step``
-        0.
+        the first update, with a warning if they replace an average, and unless the schedule is
+        constant and ``update_after_step`` 0.
 
         Args:
             state_dict: The state; it is validated completely before anything changes. Tensors are
@@ -955,9 +961,10 @@ class EMA(Generic[ModelT_co]):
         Raises:
             TypeError: If ``step`` is not an int.
             ValueError: If the state is not a mapping, invalid, of an unknown kind or a newer
-                version, holds another number of averages, or values that are not finite unless
-                ``on_nonfinite="ignore"``; if ``step`` is negative, or is given with a state that is
-                empty or of an ``EMA``, which holds its own counter.
+                version, cannot be migrated (``MigrationError``), holds another number of averages,
+                or values that are not finite unless ``on_nonfinite="ignore"``; if ``step`` is
+                negative, or is given with a state that is empty or of an ``EMA``, which holds its
+                own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if torch has no kernels for the layout of a
@@ -965,8 +972,8 @@ class EMA(Generic[ModelT_co]):
                 averages have a device of their own.
 
         Warns:
-            UserWarning: If the state is empty, changes an option, has no counter that matters, or
-                loads training weights into the model.
+            UserWarning: If the state is empty, changes an option, has no counter although that
+                matters or the state replaces an average, or loads training weights into the model.
 
         Example:
             >>> from modkit import EMA, nn
@@ -1005,11 +1012,13 @@ class EMA(Generic[ModelT_co]):
         """Load a valid state; it is compared with the model before anything changes."""
         with uninterrupted(), torch.inference_mode(False), torch.no_grad():
             named = NamedTensors(self.model)
-            raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
-            if loaded.start is None:
-                self._engine.reset()
-            else:
-                self._engine.load(loaded, named)
+            with ema_state.migrated(loaded, self.model) as current:
+                ema_state.check_raw(current.raw, named)
+                raw = [(named.tensor(name), value) for name, value in current.raw.items()]
+                if loaded.start is None:
+                    self._engine.reset()
+                else:
+                    self._engine.load(current, named)
             for tensor, value in raw:
                 write(tensor, value)
             self._follow()

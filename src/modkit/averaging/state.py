@@ -5,18 +5,21 @@ counts, names and shapes are checked; everything else is built, and the engine c
 end. What nothing can be made of is a ``ValueError`` with its path, before anything changes.
 """
 
+import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from modkit._messages import add_note
 from modkit.averaging import schedules as decays
 from modkit.averaging.foreign_states import Converted, State, convert
 from modkit.averaging.named_tensors import Member, NamedTensors
-from modkit.averaging.names import check_match, shapes_of
+from modkit.averaging.names import canonical_name, check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite, is_averaged
 from modkit.averaging.schedules import Schedule
@@ -27,6 +30,7 @@ from modkit.averaging.state_checks import (
     described,
     invalid_state,
 )
+from modkit.errors import MigrationError, NameMismatchError
 
 
 # The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
@@ -51,7 +55,10 @@ class LoadedState:
         buffers: Copied tensors by name.
         raw: Training weights, if the state was saved while the model held an average.
         stepped: Indices of the attached optimizers that had stepped in an unfinished training step.
-        foreign: True for states of other libraries, which may hold tensors that are not averaged.
+        foreign: True for states of other libraries, whose precision is not that of the average.
+        mixed: True if the averages may hold tensors that are not averaged.
+        versions: The versions of the model's modules by path, as a state dict's ``_metadata``, or
+            without those that are 1; None if they are unknown.
     """
 
     step: int
@@ -65,6 +72,63 @@ class LoadedState:
     raw: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     stepped: frozenset[int] = frozenset()
     foreign: bool = False
+    mixed: bool = False
+    versions: Mapping[str, Any] | None = None
+
+
+def versions_of(model: torch.nn.Module) -> dict[str, int]:
+    """Return the versions of a model's modules by path, without those that are 1 but its own."""
+    versions: dict[str, int] = {"": 1}
+    for path, module in model.named_modules(remove_duplicate=False):
+        # Of a wrapper and its module, which have one path, the module comes last.
+        if module._version != 1:
+            versions[_path(path)] = module._version
+    return versions
+
+
+def _path(path: str) -> str:
+    """Return the canonical path of a module, from the name that a tensor of it would have."""
+    return canonical_name(f"{path}._".lstrip(".")).rpartition(".")[0]
+
+
+@contextmanager
+def migrated(loaded: LoadedState, model: torch.nn.Module) -> Generator[LoadedState]:
+    """Yield a state after the migrations that classes of the model declare, for a block to load."""
+    if not any(hasattr(type(module), "__migrations__") for module in model.modules()):
+        yield loaded
+        return
+    # Canonical names are those below such a wrapper.
+    while [*model._modules] == ["module"]:
+        model = model.get_submodule("module")
+
+    # Declaring imports that package, which nothing else may.
+    migrations: Any = sys.modules["modkit.migrations"]
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "schedules": [],
+        "averages": [
+            {**stored, "tensors": {**stored["tensors"], **_sums(index, stored)}, "rests": {}}
+            for index, stored in enumerate(loaded.averages)
+        ],
+        "buffers": {} if loaded.foreign else loaded.buffers,
+        "raw": loaded.raw,
+        "versions": loaded.versions,
+    }
+    new = migrations.migrate(model, state)
+    averages = new["averages"]
+    buffers = averages[0]["tensors"] if loaded.foreign else new["buffers"]
+    try:
+        yield replace(loaded, averages=averages, buffers=buffers, raw=new["raw"], mixed=True)
+    except NameMismatchError as error:
+        with suppress(MigrationError):
+            changes = migrations.plan(model, {**state, "versions": None})
+            if changes and loaded.versions is not None:
+                add_note(
+                    error,
+                    f"The names are of an older version than the state says: {changes[0]}. Load "
+                    "what modkit.migrations.migrate(model, state, versions=...) returns.",
+                )
+        raise
 
 
 def stored_average(
@@ -103,6 +167,11 @@ def read(
         loaded = _started(
             converted, schedules, every=update_every, after=update_after_step, step=step
         )
+        with constructing("_metadata"):
+            metadata = getattr(state.get("state_dict", state), "_metadata", None)
+            if metadata is not None:
+                known = {_path(path): entry.get("version") for path, entry in metadata.items()}
+                loaded.versions = {path: known[path] for path in known if known[path] is not None}
         if step is None and not converted.has_counter:
             _warn_of_no_counter(converted.source, loaded, n_averaged)
         return loaded
@@ -113,7 +182,6 @@ def read(
             "it without step"
         )
     loaded = _read_own(CheckedMapping(OWN, _with_empty_parts(state)), schedules)
-    _check_raw(loaded.raw, model)
 
     options: list[tuple[str, object, object]] = [
         ("the schedule", saved, given)
@@ -164,8 +232,17 @@ def _read_own(checked: CheckedMapping, schedules: list[Schedule]) -> LoadedState
         averages=list(map(_average, averages)),
         buffers=checked.inside("buffers").tensors(),
         raw=checked.inside("raw").tensors() if "raw" in values else {},
+        versions=_versions(checked.inside("versions")) if "versions" in values else None,
         stepped=stepped,
     )
+
+
+def _versions(checked: CheckedMapping) -> Mapping[str, int]:
+    for path in checked.values:
+        if not isinstance(path, str):
+            checked.refuse(path, "the version of a module by its path")
+        checked.integer(path)
+    return checked.values
 
 
 def _plain(value: object) -> object:
@@ -225,11 +302,10 @@ def _generators(path: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return present
 
 
-def _check_raw(raw: Mapping[str, Tensor], model: torch.nn.Module) -> None:
+def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
     """Check the training weights of a state from inside ``applied``, which go into the model."""
     # Not all of a model is swapped, so the state may hold fewer names, but no others.
-    members = NamedTensors(model).all() if raw else {}
-    members = {name: members[name] for name in raw if name in members}
+    members = {name: member for name, member in named.all().items() if name in raw}
     shapes = {name: member.required_shape() for name, member in members.items()}
     problem = "EMA: the training weights of the state do not fit the model"
     check_match(problem, shapes, shapes_of(raw))
@@ -266,7 +342,7 @@ def matched(
 
     tensors_of_each = [dict(stored["tensors"]) for stored in loaded.averages]
     for index, tensors in enumerate(tensors_of_each):
-        if loaded.foreign:
+        if loaded.mixed:
             # Other libraries save tied tensors under each name, and tensors that are not averaged.
             for alias, name in members.aliases.items():
                 if alias in tensors:
@@ -290,24 +366,23 @@ def matched(
                     f"averages[{index}]['tensors'][{name!r}] of the state must be of a dtype like "
                     f"{member.dtype} and dense, got {described(average)}"
                 )
-        tensors.update(_with_rests(f"averages[{index}]['rests']", tensors, stored["rests"]))
+        tensors.update(_sums(index, stored))
 
     if options.on_nonfinite != "ignore":
         _check_finite(tensors_of_each, options.on_nonfinite)
     return averaged, copied, tensors_of_each
 
 
-def _with_rests(
-    path: str, averages: Mapping[str, Tensor], rests: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the averages with what earlier versions kept beside them: what rounding had lost."""
+def _sums(index: int, stored: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return averages with what earlier versions kept beside them: what rounding had lost."""
     sums: dict[str, Tensor] = {}
-    for name, rest in rests.items():
-        average = averages.get(name)
+    for name, rest in stored["rests"].items():
+        average = stored["tensors"].get(name)
+        path = f"averages[{index}]['rests'][{name!r}]"
         if average is None or average.shape != rest.shape:
-            raise invalid_state(f"{path}[{name!r}] of the state does not belong to an average")
+            raise invalid_state(f"{path} of the state does not belong to an average")
         # More bits than both have, so that the sum loses nothing.
-        with constructing(f"{path}[{name!r}]"):
+        with constructing(path):
             wide = torch.promote_types(average.dtype, torch.float64)
             sums[name] = average.to(wide).add(rest)
     return sums
@@ -393,6 +468,7 @@ def _started(
         averages=[stored_average(converted.averages, converted.rests)] * len(schedules),
         buffers=converted.averages,
         foreign=True,
+        mixed=True,
     )
 
 

@@ -1,5 +1,6 @@
 """``EMACallback`` for Lightning's Trainer; it needs ``lightning`` or ``pytorch_lightning``."""
 
+import copy
 import importlib
 import importlib.util
 from collections.abc import Iterable, Mapping
@@ -538,7 +539,9 @@ class EMACallback(Callback, NamesTheRightClass):
                 if _memory(raw[name]) == _memory(value):
                     del raw[name]
 
-        checkpoint["state_dict"] = {**checkpoint["state_dict"], **average}
+        # A copy, which keeps the versions of modules that torch reads from an attribute.
+        checkpoint["state_dict"] = copy.copy(checkpoint["state_dict"])
+        checkpoint["state_dict"].update(average)
         entry = {"ema": state, "raw": raw, "latest_epoch": self._latest_epoch}
         checkpoint["callbacks"][self.state_key] = entry
 
@@ -610,7 +613,8 @@ class EMACallback(Callback, NamesTheRightClass):
         if has_shards(pl_module):
             pl_module.load_state_dict(split_up(raw, _parameters_of(pl_module)), strict=False)
         else:
-            loaded = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **raw}}
+            loaded = {**checkpoint, "state_dict": copy.copy(checkpoint["state_dict"])}
+            loaded["state_dict"].update(raw)
             trainer.strategy.load_model_state_dict(loaded, strict=pl_module.strict_loading)
         if self._fitting:
             # Strategies for sharded models load a checkpoint after on_fit_start(), and a tuner that

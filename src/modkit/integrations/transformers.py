@@ -25,11 +25,10 @@ from modkit.averaging.callback import (
     training_weights,
 )
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import check_choice
 from modkit.averaging.schedules import Decays
-from modkit.averaging.swap import any_swapped, pairs_for, write
+from modkit.averaging.swap import any_swapped
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import load_checkpoint, save_checkpoint
@@ -331,12 +330,10 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         step = state.global_step
         content = None if folder is None else _read(folder, step)
         if content is not None:
-            # Both have to fit the model before either is loaded.
-            pairs = pairs_for(NamedTensors(ema.model), content["raw"])
-            ema.load_state_dict(content["ema"])
-            with torch.no_grad():
-                for _, tensor, value in pairs:
-                    write(tensor, value)
+            # In one state, as both have to fit the model before either is loaded.
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "EMA: the state was saved inside", UserWarning)
+                ema.load_state_dict({**content["ema"], "raw": content["raw"]})
         elif folder is not None and state.stateful_callbacks.get(MARK) == _mark(step):
             raise ValueError(
                 f"EMACallback: the model in {folder} is the average, and {FILE} with the training "

@@ -1,7 +1,7 @@
 """Migrating the state dict of a model: the walk over its modules, upwards and downwards."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -11,6 +11,12 @@ from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.averaging.names import canonical_name, canonical_names
 from modkit.errors import MigrationError
+from modkit.migrations.averages import (
+    is_average_state,
+    metadata_in,
+    migrate_averages,
+    tensors_in,
+)
 from modkit.migrations.optimizers import is_optimizer_state, migrate_optimizer
 from modkit.migrations.steps import Change, Entries
 from modkit.migrations.versions import (
@@ -42,9 +48,9 @@ def migrate(
 
     Args:
         model: The model, whose values and versions are not used, except by functions of the user.
-        state_dict: Its old or new state dict, averages or other tensors by the names of one, or the
-            state of an optimizer whose parameters have names. It is not modified; tensors that do
-            not change are shared.
+        state_dict: Its old or new state dict, averages or other tensors by the names of one, the
+            state of an ``EMA`` or an ``EMACallback``, or that of an optimizer whose parameters have
+            names. It is not modified; tensors that do not change are shared.
         to: Versions to return to, by class. Other classes get their present version.
         versions: Versions of a state dict that has lost its own: its ``_metadata``, or versions by
             class. Without versions, names and shapes decide.
@@ -54,8 +60,8 @@ def migrate(
 
     Raises:
         TypeError: If an argument has another type.
-        MigrationError: If the state dict is newer than a class, may be of two versions, or a step
-            is impossible. Nothing is changed.
+        MigrationError: If the state dict is newer than a class, may be of two versions, has no name
+            of any version, or a step is impossible. Nothing is changed.
 
     Example:
         >>> import torch
@@ -107,8 +113,13 @@ def plan(
         (root): Mlp 1 -> 2: merge up [4, 2], gate [4, 2] -> up_gate [8, 2]
     """
     record: list[Change] = []
-    metas = {name: without_values(value) for name, value in _checked(model, state_dict).items()}
-    described = with_metadata(metas, getattr(state_dict, "_metadata", None))
+    saved = getattr(state_dict, "_metadata", None)
+    if is_average_state(_checked(model, state_dict)):
+        # All averages change in the same way.
+        saved = metadata_in(state_dict, tensors_in(state_dict))
+        state_dict = tensors_in(state_dict)
+    metas = {name: without_values(value) for name, value in state_dict.items()}
+    described = with_metadata(metas, saved)
     migrate_with_record(model, described, record, to=to, versions=versions)
     return [str(change) for change in record]
 
@@ -124,10 +135,18 @@ def migrate_with_record(
     """Migrate, and add to ``record`` what was done."""
     _checked(model, state_dict)
     model = unwrapped(model)
+    if is_average_state(state_dict):
+
+        def migrate_names(tensors: Entries, saved: Saved | None) -> Any:
+            tensors = with_metadata(tensors, saved)
+            return migrate_with_record(model, tensors, record, to=to, versions=versions)
+
+        buffer_names = {without_wrappers(name) for name, _ in model.named_buffers()}
+        return with_metadata(migrate_averages(state_dict, migrate_names, buffer_names), None)
     if is_optimizer_state(state_dict):
         parameters = {without_wrappers(name): value for name, value in model.named_parameters()}
-        migrate_names = partial(migrate_with_record, model, record=record, to=to, versions=versions)
-        return with_metadata(migrate_optimizer(state_dict, migrate_names, parameters), None)
+        migrate_slots = partial(migrate_with_record, model, record=record, to=to, versions=versions)
+        return with_metadata(migrate_optimizer(state_dict, migrate_slots, parameters), None)
 
     goals = to or {}
     _check_goals(model, goals)
@@ -140,7 +159,10 @@ def migrate_with_record(
     saved_versions = _saved_versions(versions, getattr(state_dict, "_metadata", None))
     subtree = Subtree(entries, saved_versions.by_path)
     by_class = saved_versions.by_class
+    known_changes = len(record)
     modules = _walk(model, subtree, record=record, by_class=by_class, to=goals)
+    if entries and len(record) == known_changes:
+        _check_known(model, modules, subtree.entries)
     if goals:
         return with_metadata(subtree.entries, subtree.saved)
     present = {path: metadata for path, metadata in subtree.saved.items() if path in modules}
@@ -276,13 +298,30 @@ def _walk(
 
 def _in_model_order(modules: Mapping[str, torch.nn.Module], entries: Entries) -> Entries:
     """Sort entries as the model's own state dict is."""
-    result: Entries = {}
+    result = {name: entries[name] for name in _names_of(modules) if name in entries}
+    return {**result, **entries}
+
+
+def _names_of(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
     for path, module in modules.items():
         prefix = f"{path}." if path else ""
         for name in (*module._parameters, *module._buffers, EXTRA_STATE_KEY):
-            if prefix + name in entries:
-                result[prefix + name] = entries[prefix + name]
-    return {**result, **entries}
+            yield prefix + name
+
+
+def _check_known(
+    model: torch.nn.Module, modules: Mapping[str, torch.nn.Module], entries: Entries
+) -> None:
+    """Refuse entries of no version: a checkpoint that holds the state dict, for one."""
+    # Hooks and quantized layers may save other names than they register.
+    if entries.keys().isdisjoint(_names_of(modules)) and entries.keys().isdisjoint(
+        without_wrappers(name) for name in model.state_dict()
+    ):
+        raise MigrationError(
+            f"no name of the state dict is one of {type(model).__name__} in any version: it begins "
+            f"with {', '.join(map(repr, [*entries][:3]))}. Pass the entry of the checkpoint that "
+            "holds tensors by name"
+        )
 
 
 def with_metadata(entries: Entries, saved: Any) -> "OrderedDict[str, Any]":

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from modkit import migrations as mig
 from tests.integration.lightning import runs
 from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
 
@@ -250,3 +251,28 @@ def test_the_package_of_the_other_name(tmp_path) -> None:
 
     assert ema.ema.step == runs.BATCHES
     assert torch.equal(saved["state_dict"]["net.weight"], runs.average_of(ema, "net.weight"))
+
+
+@mig.declare({2: [mig.rename("net.**", "body.**")]})
+class Renamed(runs.Net):
+    """The network with its layers renamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = self._modules.pop("net")
+
+    def __getattr__(self, name):
+        return super().__getattr__("body" if name == "net" else name)
+
+
+@pytest.mark.filterwarnings("ignore:.*ckpt_path=")
+def test_a_resume_with_renamed_layers(tmp_path) -> None:
+    """Averages and training weights migrate with the model, whose versions the checkpoint holds."""
+    through = runs.fit(tmp_path, max_epochs=3)
+    _, _, trainer = runs.fit(tmp_path, max_epochs=2)
+    trainer.save_checkpoint(tmp_path / "old.ckpt")
+    saved = torch.load(tmp_path / "old.ckpt", weights_only=True)["state_dict"]
+    resumed = runs.fit(tmp_path, model=Renamed(), resume=tmp_path / "old.ckpt", max_epochs=3)
+
+    assert saved._metadata["net.1"]["version"] == 2
+    assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(*through[:2])

@@ -4,11 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from modkit import schedules
+from modkit import migrations as mig, schedules
 from tests.integration.transformers.trainers import (
     At,
     EMACallback,
+    Normalized,
     average,
     equal,
     every,
@@ -284,3 +286,33 @@ def test_another_way_to_save(whole_run: Any, tmp_path: Path, save: Any, other: A
     run.train(resume_from_checkpoint=str(folder / "checkpoint-9"))
 
     assert equal(result(run, callback), wanted)
+
+
+@mig.declare({2: [mig.rename("head.**", "out.**")]})
+class Renamed(Normalized):
+    """The model with a layer renamed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = self._modules.pop("head")
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__("out" if name == "head" else name)
+
+
+@pytest.mark.parametrize("save", ["average", "raw"])
+def test_resume_with_a_renamed_layer(tmp_path: Path, save: Any) -> None:
+    """Averages and training weights migrate with the model, so the run goes on bitwise."""
+    whole, old = (EMACallback(0.9, save=save) for _ in range(2))
+    trainer(tmp_path / "whole", whole, model=normalized()).train()
+    run = trainer(tmp_path, old, model=normalized(), **every(5, "save"))
+    run.train()
+    callback = EMACallback(0.9, save=save)
+    torch.manual_seed(7)
+    resumed = trainer(tmp_path / "resumed", callback, model=Renamed())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+    expected = {name.replace("head", "out"): value for name, value in whole.ema.named_averages()}
+    assert equal(dict(callback.ema.named_averages()), expected)
+    weight = whole.ema.model.head.weight
+    assert equal({"out": resumed.model.out.weight}, {"out": weight})
