@@ -62,9 +62,9 @@ PULLS: Final = "https://github.com/pytorch/pytorch/pull/"
 
 ROWS: Final = (
     _shown(
-        "state dict: a hook that removes itself",
+        "loading: a hook that removes itself",
         "tests/parity/hooks/test_removal_while_running.py::test_registration_hook_may_remove_itself_while_it_runs",
-        "tests/parity/hooks/test_removal_while_running.py::test_state_hook_may_remove_itself_while_it_runs",
+        "tests/parity/hooks/test_removal_while_running.py::test_load_hook_may_remove_itself_while_it_runs",
     ),
     _shown(
         "loading: assign=True and the argument",
@@ -697,7 +697,7 @@ ROWS: Final = (
     _row(
         "torch",
         "A class that forgets `super().__init__()` fails when it is used, with an error about a"
-        " missing attribute | On errors of conversions, modes, saving and loading, a note names the cause",
+        " missing attribute | On errors of conversions and loading, a note names the cause",
         NO_ISSUE,
         "tests/parity/fixes/test_uninitialized.py::test_using_a_module_without_state_says_what_was_forgotten",
     ),

@@ -72,9 +72,9 @@ LISTED: Final[Mapping[str, str]] = {
         "verified; a corrupt file raises `FileError`"
     ),
     r"torch: RuntimeError: OrderedDict mutated during iteration": (
-        'A state-dict or load hook that removes itself raises "OrderedDict mutated during '
-        'iteration", as does a registration hook | Hooks run over a snapshot of the table, except '
-        "registration hooks of buffers and of assigned modules"
+        'A load hook that removes itself raises "OrderedDict mutated during iteration", as does a '
+        "registration hook | Hooks run over a snapshot of the table, except registration hooks of "
+        "buffers and of assigned modules"
     ),
     r"torch: DeprecationWarning: `torch\.jit\.": (
         "Each call of `torch.jit.script`, `trace`, `load` and `save` warns that it is deprecated | "

@@ -14,7 +14,6 @@ from modkit.jit._upstream import (
     TorchTopLevelTracedModule,
     TorchTracedModule,
 )
-from modkit.nn._attributes import fill
 
 
 # Entries of a torch wrapper's dict that are not copied. Those of containers, and properties, lead
@@ -40,7 +39,8 @@ def blank(cls: Any) -> Any:
         The instance.
     """
     module = cls.__new__(cls)
-    fill(module)
+    # Not by its ``__setattr__``, which asks the C++ module that is not there yet.
+    module.__dict__.update(vars(torch.nn.Module()))
     return module
 
 

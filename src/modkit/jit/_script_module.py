@@ -7,6 +7,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -386,12 +387,29 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
         return bool(self._special("__bool__")) if self._c._has_method("__bool__") else True
 
 
+def _of_forward(name: str) -> property:
+    """Return torch's property of a compiled ``forward``, for a class whose own one only raises."""
+    read = getattr(TorchRecursiveScriptModule, name).fget
+
+    def read_compiled(module: Any) -> Any:
+        # A child that was not called while its parent was traced has none.
+        if not module._c._has_method("forward"):
+            raise AttributeError(name)
+        return read(SimpleNamespace(forward=module._c._get_method("forward")))
+
+    return property(read_compiled)
+
+
 class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
     """A module below one that ``trace`` returns; it cannot be called."""
 
     _disable_script_meta = True
 
     forward = TorchTracedModule.forward
+
+    code = _of_forward("code")
+    inlined_graph = _of_forward("inlined_graph")
+    code_with_constants = _of_forward("code_with_constants")
 
 
 class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]

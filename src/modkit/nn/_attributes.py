@@ -1,7 +1,6 @@
-"""The members of a module: its empty state, and the methods that register one."""
+"""The methods that register a parameter or a child of a module."""
 
 import reprlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
@@ -9,79 +8,12 @@ import torch
 from torch.nn import Parameter
 
 from modkit._upstream import module_globals, original_methods
-from modkit.nn._overrides import TorchModule, is_dynamo_compiling, of_torch, standard
+from modkit.nn._overrides import TorchModule, of_torch, standard
 
 
 # A global is read in half the time of an entry of a dict.
-_TORCH_INIT: Final = original_methods["__init__"]
 _TORCH_REGISTER_PARAMETER: Final = original_methods["register_parameter"]
 _TORCH_ADD_MODULE: Final = original_methods["add_module"]
-
-
-def fill(module: torch.nn.Module) -> None:
-    """Set the attributes of a module that holds nothing yet, in torch's order.
-
-    The order is observable: pickles, ``copy`` and ``vars(module)`` list the attributes in it.
-
-    Args:
-        module: The module, which gets the attributes.
-    """
-    # A class may have a property of this name, or a slot.
-    object.__setattr__(module, "training", True)
-    state = module.__dict__
-
-    # Written out, as this is half of the time of ``Module()``.
-    state["_parameters"] = {}
-    state["_buffers"] = {}
-    state["_non_persistent_buffers_set"] = set()
-
-    state["_backward_pre_hooks"] = OrderedDict()
-    state["_backward_hooks"] = OrderedDict()
-    state["_is_full_backward_hook"] = None
-
-    state["_forward_hooks"] = OrderedDict()
-    state["_forward_hooks_with_kwargs"] = OrderedDict()
-    state["_forward_hooks_always_called"] = OrderedDict()
-    state["_forward_pre_hooks"] = OrderedDict()
-    state["_forward_pre_hooks_with_kwargs"] = OrderedDict()
-
-    state["_state_dict_hooks"] = OrderedDict()
-    state["_state_dict_pre_hooks"] = OrderedDict()
-    state["_load_state_dict_pre_hooks"] = OrderedDict()
-    state["_load_state_dict_post_hooks"] = OrderedDict()
-
-    state["_modules"] = {}
-
-
-@standard
-def __init__(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-    """Create the empty state; with ``call_super_init``, pass the arguments on.
-
-    Args:
-        self: The module.
-        *args: Arguments for the next class in the order of bases, if ``call_super_init`` is True.
-        **kwargs: Likewise, by name.
-
-    Raises:
-        TypeError: If there are arguments, and ``call_super_init`` is False.
-    """
-    # Dynamo has replaced torch's function in the class, and traces the one that torch wrote.
-    if is_dynamo_compiling():
-        _TORCH_INIT(self, *args, **kwargs)
-        return
-
-    # Torch handles arguments, and a class behind its own in the order of bases, whose
-    # ``__setattr__`` sees the state being set.
-    if (
-        args
-        or kwargs
-        or self.call_super_init
-        or type(self).__mro__[-2] is not TorchModule
-        or TorchModule.__init__ is not _TORCH_INIT
-    ):
-        of_torch(self, "__init__")(*args, **kwargs)
-    else:
-        fill(self)
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:

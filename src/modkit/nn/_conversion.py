@@ -17,20 +17,11 @@ from torch.nn import Parameter
 
 from modkit._messages import text_of
 from modkit._upstream import original_methods, parse_to
-from modkit.nn._overrides import (
-    CHILDREN,
-    StandardClasses,
-    TorchModule,
-    has_no_children,
-    methods,
-    patchable,
-    walk,
-)
+from modkit.nn._overrides import TorchModule, patchable, walk
 
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 TensorFunction = Callable[[torch.Tensor], torch.Tensor]
-Keeps = Callable[[torch.Tensor], bool]
 
 
 class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
@@ -92,12 +83,6 @@ def _applying(fn: TensorFunction) -> Generator[Ties, None, None]:
         del running[id(fn)]
 
 
-def _keeping(convert: TensorFunction, keeps: Keeps) -> TensorFunction:
-    """Attach a predicate that knows, without a call, which tensors a function leaves alone."""
-    cast("Any", convert)._modkit_keeps = keeps
-    return convert
-
-
 @patchable
 def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     """Replace every parameter, gradient and buffer by ``fn`` of it; return this module.
@@ -118,46 +103,19 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     modkit: A tensor that is registered in several places is converted once, and stays one tensor.
     A module that contains itself raises a RecursionError that names it.
     """
-    keeps: Keeps | None = getattr(fn, "_modkit_keeps", None)
-    if (
-        torch.__future__.get_overwrite_module_params_on_conversion()
-        or torch.__future__.get_swap_module_params_on_conversion()
-    ):
-        # Every parameter is then exchanged, also one that keeps its values.
-        keeps = None
-    if keeps is not None and has_no_children(self) and _keeps_all(self, keeps):
-        return self
-
     with _applying(fn) as ties:
         if recurse:
 
             def convert(owner: torch.nn.Module, _: object) -> None:
-                _apply_to_own(owner, fn, keeps, ties)
+                _apply_to_own(owner, fn, ties)
 
-            walk(self, _apply, fn, leave=convert)
-        _apply_to_own(self, fn, keeps, ties)
+            walk(self, _apply, fn, convert)
+        _apply_to_own(self, fn, ties)
     return self
 
 
-def _keeps_all(module: torch.nn.Module, keeps: Keeps) -> bool:
-    """Return True if nothing in ``module`` has to be exchanged."""
-    # A tensor subclass may do anything when it is converted.
-    for parameter in module._parameters.values():
-        if parameter is None:
-            continue
-        if type(parameter) is not Parameter or not keeps(parameter):
-            return False
-        gradient = parameter.grad
-        if gradient is not None and not (type(gradient) is torch.Tensor and keeps(gradient)):
-            return False
-    buffers = [buffer for buffer in module._buffers.values() if buffer is not None]
-    return all(type(buffer) is torch.Tensor and keeps(buffer) for buffer in buffers)
-
-
-def _apply_to_own(
-    module: torch.nn.Module, fn: TensorFunction, keeps: Keeps | None, ties: Ties
-) -> None:
-    if (keeps is not None and _keeps_all(module, keeps)) or id(module) in ties.finished:
+def _apply_to_own(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:
+    if id(module) in ties.finished:
         return
     if module._parameters:
         _convert_parameters(module, fn, ties)
@@ -278,54 +236,7 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
                 f"when moving module from meta to a different device.{details}"
             ) from None
 
-    def keeps(tensor: torch.Tensor) -> bool:
-        return (
-            dtype is None
-            or tensor.dtype is dtype
-            or not (tensor.is_floating_point() or tensor.is_complex())
-        ) and (device is None or tensor.device == device)
-
-    return self._apply(_keeping(convert, keeps) if memory_format is None else convert)
-
-
-def cast_method(name: str, dtype: torch.dtype) -> Callable[[torch.nn.Module], Any]:
-    """Return the method ``name``, which casts by ``tensor.<name>()``.
-
-    Args:
-        name: ``float``, ``double``, ``half`` or ``bfloat16``.
-        dtype: The dtype of that name. Tensors that have it already are left alone.
-
-    Returns:
-        A function that takes the place of torch's method.
-    """
-
-    def method(self: torch.nn.Module) -> Any:
-        """Cast floating point parameters and buffers to the dtype of this name; return this module.
-
-        Args:
-            self: The module.
-
-        Returns:
-            This module.
-
-        Raises:
-            RecursionError: If a module contains itself.
-
-        modkit: A tensor that is registered in several places is cast once and stays one tensor. A
-        module that contains itself raises a RecursionError that names it.
-        """
-
-        # A new function for each call, since its ties are found by its identity.
-        def convert(tensor: torch.Tensor) -> Any:
-            return getattr(tensor, name)() if tensor.is_floating_point() else tensor
-
-        def keeps(tensor: torch.Tensor) -> bool:
-            return tensor.dtype is dtype or not tensor.is_floating_point()
-
-        return self._apply(_keeping(convert, keeps))
-
-    method.__name__ = name
-    return patchable(method)
+    return self._apply(convert)
 
 
 @patchable
@@ -344,57 +255,6 @@ def apply(self: ModuleT, fn: Callable[[torch.nn.Module], None]) -> ModuleT:
 
     modkit: A module that contains itself raises a RecursionError that names it.
     """
-    walk(self, apply, fn, leave=lambda child, _: fn(child))
+    walk(self, apply, fn, lambda child, _: fn(child))
     fn(self)
-    return self
-
-
-class _TrainClasses(StandardClasses):
-    """The classes for which setting the mode is writing ``training`` to the instance."""
-
-    asked = methods("train", *CHILDREN, "__setattr__")
-
-    def __missing__(self, cls: type) -> bool:
-        plain = (
-            StandardClasses.__missing__(self, cls)
-            and getattr(cls, "training", None) is None
-            and cast("Any", super)(TorchModule, cls).__setattr__ is object.__setattr__
-        )
-        self[cls] = plain
-        return plain
-
-
-@patchable
-def train(self: ModuleT, mode: bool = True) -> ModuleT:
-    """Set training mode, or evaluation mode, here and below; return this module.
-
-    Args:
-        self: The module.
-        mode: True for training, False for evaluation.
-
-    Returns:
-        This module.
-
-    Raises:
-        ValueError: If ``mode`` is not a bool.
-        RecursionError: If a module contains itself.
-
-    modkit: A module that contains itself raises a RecursionError that names it.
-    """
-    if not isinstance(cast("object", mode), bool):
-        raise ValueError("training mode is expected to be boolean")  # noqa: TRY004 - torch's type
-
-    self.training = mode
-    if not has_no_children(self):
-
-        def set_mode(child: torch.nn.Module) -> None:
-            state = child.__dict__
-            # A member of this name, which a module may have, is not in the dict, and refuses the
-            # mode.
-            if "training" in state:
-                state["training"] = mode
-            else:
-                child.training = mode
-
-        walk(self, train, mode, standard=_TrainClasses(), enter=set_mode)
     return self

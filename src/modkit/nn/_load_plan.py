@@ -554,7 +554,7 @@ def _migrate(module: torch.nn.Module, prefix: str, loading: Load, plan: Plan) ->
     state = {**module._parameters, **module._buffers, **module.__dict__}
     stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
     problems: list[str] = []
-    stand_in._load_from_state_dict(loading.entries, prefix, local, True, [], [], problems)
+    stand_in._load_from_state_dict(loading.entries, prefix, local, False, [], [], problems)
     plan.entries += problems
     plan.added += len(problems)
 

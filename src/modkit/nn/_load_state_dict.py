@@ -170,9 +170,11 @@ def load_state_dict(
             f"got {torch.typename(model)}"
         )
     if not is_standard(model, "load_state_dict"):
-        # An override may be from before ``assign``.
-        options = {"assign": assign} if assign else {}
-        keys: IncompatibleKeys = model.load_state_dict(state_dict, strict=strict, **options)
+        # An override may be from before ``assign``, or may have no ``strict``.
+        options: dict[str, bool] = {"assign": assign} if assign else {}
+        if not strict:
+            options["strict"] = strict
+        keys: IncompatibleKeys = model.load_state_dict(state_dict, **options)
         return keys
     return load(model, state_dict, strict=strict, assign=assign)
 

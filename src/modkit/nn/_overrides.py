@@ -200,42 +200,20 @@ def standard_classes(*names: str) -> type[StandardClasses]:
     return type("StandardClasses", (StandardClasses,), {"asked": methods(*names)})
 
 
-CHILDREN: Final = ("children", "named_children")
-_CHILDREN_METHODS: Final = methods(*CHILDREN)
-
-
-def has_no_children(module: torch.nn.Module) -> bool:
-    """Return True if a module certainly has no children.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        False if there are children, or if an override of ``children()`` may find some.
-    """
-    return not module._modules and all_standard(module, _CHILDREN_METHODS)
+_CHILDREN: Final = ("children", "named_children")
+_CHILDREN_METHODS: Final = methods(*_CHILDREN)
 
 
 def walk(
     root: torch.nn.Module,
     method: Callable[..., object],
     argument: object,
-    *,
-    standard: StandardClasses | None = None,
-    enter: Callable[[Any], object] | None = None,
-    leave: Callable[[Any, object], object] | None = None,
+    leave: Callable[[Any, object], object],
 ) -> None:
     """Visit each module below ``root``, as a method that torch calls for ``children()`` does.
 
     A module whose class or instance overrides the method, or its children, is called instead.
-
-    Args:
-        root: Where the walk starts; its own part is the caller's.
-        method: The method of ours whose walk this is.
-        argument: What the method is called with, on a module that is not standard.
-        standard: The classes to visit, by default those that override neither method nor children.
-        enter: Called with each module that is visited, before its children.
-        leave: Called with each module that is visited, after its children, and a second argument.
+    ``leave`` gets each of the others after its children.
     """
     name = method.__name__
 
@@ -250,7 +228,7 @@ def walk(
             call(child)
         return
 
-    classes = standard_classes(name, *CHILDREN)() if standard is None else standard
+    classes = standard_classes(name, *_CHILDREN)()
 
     # The state of a module are those of its children that were met, as each is visited once. They
     # are told apart by identity, as some modules cannot be hashed. The values keep them alive, so
@@ -271,8 +249,6 @@ def walk(
         if not plain:
             call(child)
             return None
-        if enter is not None:
-            enter(child)
         return {}
 
     children_met: dict[int, torch.nn.Module] = {}

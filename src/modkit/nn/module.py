@@ -24,7 +24,6 @@ from modkit.nn import (
     _load_state_dict,
     _load_tensor,
     _overrides,
-    _state_dict,
     _traversal,
 )
 from modkit.nn._overrides import TorchModule
@@ -225,28 +224,17 @@ class Module(torch.nn.Module, metaclass=ModuleType):
 
     # To type checkers the methods are torch's, of the same names and signatures.
     if not TYPE_CHECKING:
-        __init__ = _attributes.__init__
-
         register_parameter = _attributes.register_parameter
         add_module = _attributes.add_module
 
         named_modules = _traversal.named_modules
-        modules = _traversal.modules
-        parameters = _traversal.parameters
-        _named_members = _traversal._named_members
 
         apply = _conversion.apply
-        train = _conversion.train
         _apply = _conversion._apply
         to = _conversion.to
-        float = _conversion.cast_method("float", torch.float32)
-        double = _conversion.cast_method("double", torch.float64)
-        half = _conversion.cast_method("half", torch.float16)
-        bfloat16 = _conversion.cast_method("bfloat16", torch.bfloat16)
 
         _get_backward_pre_hooks = _hooks._get_backward_pre_hooks
 
-        state_dict = _state_dict.state_dict
         load_state_dict = _load_state_dict.method
         _load_from_state_dict = _load_state_dict._load_from_state_dict
 
@@ -264,7 +252,6 @@ for _file in (
     _load_state_dict,
     _load_tensor,
     _overrides,
-    _state_dict,
     _traversal,
     _tree,
 ):

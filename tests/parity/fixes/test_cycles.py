@@ -9,12 +9,9 @@ from tests.parity.module.contents import run
 
 
 OPERATIONS = (
-    "m.train()",
-    "m.eval()",
     "m.float()",
     "m.to('meta')",
     "m.apply(lambda module: None)",
-    "m.state_dict()",
     "m.load_state_dict({}, strict=False)",
     "list(m.named_modules(remove_duplicate=False))",
     *(["list(m.modules(remove_duplicate=False))"] if MODULES_CAN_REPEAT else []),

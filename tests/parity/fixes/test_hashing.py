@@ -52,7 +52,6 @@ WALKS = {
     "modules": lambda m: len(list(m.modules())),
     "all_modules": lambda m: len(list(m.modules(remove_duplicate=False))),
     "named_modules": lambda m: [name for name, _ in m.named_modules()],
-    "train": lambda m: [each.training for each in vars(m.train(False))["_modules"].values()],
     "apply": lambda m: m.apply(lambda each: None) is m,
     "double": lambda m: m.double()._modules["a"].weight.dtype,
     "zero_grad": lambda m: m.zero_grad(),

@@ -22,8 +22,6 @@ def forgetful(impl: Implementation) -> torch.nn.Module:
 USES = {
     "to": lambda module: module.to("cpu"),
     "float": lambda module: module.float(),
-    "train": lambda module: module.train(),
-    "state_dict": lambda module: module.state_dict(),
     "load_state_dict": lambda module: module.load_state_dict({}),
 }
 

@@ -405,3 +405,25 @@ def test_special_methods_are_listed(name):
 
     # A decorator leaves this note on a class; it is not a method.
     assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()
+
+
+@for_each("child", ["called", "idle", "below", "below.0"])
+@for_each("name", ["code", "inlined_graph", "code_with_constants"])
+def test_children_of_a_traced_module_show_their_code(child, name):
+    """Each child that was called while its parent was traced has the code that it has in torch."""
+
+    def scenario(impl):
+        class Net(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.called, self.idle = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+                self.below = torch.nn.Sequential(torch.nn.Linear(2, 2))
+
+            def forward(self, x):
+                return self.below(self.called(x))
+
+        traced = impl.jit.trace(Net(), torch.ones(1, 2))
+        value = getattr(traced.get_submodule(child), name, "missing")
+        return re.sub(r"___torch_mangle_\d+\.|%self\.?\d*|0x\w+", "", str(value))
+
+    assert scenario(MODKIT) == scenario(TORCH)

@@ -436,3 +436,35 @@ def test_a_method_that_was_patched_and_put_back_leaves_no_trace() -> None:
 
     expected = [["Block"], ["placeholder", "call_module", "call_module", "output"]]
     assert same(scenario) == ("returned", freeze(expected))
+
+
+TABLES = (
+    *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+    *("_forward_hooks", "_state_dict_hooks"),
+)
+
+
+@for_each("kind", ["slot", "property"])
+@for_each("table", TABLES)
+def test_a_class_may_keep_a_table_elsewhere(kind, table):
+    """A slot or a property that is named as a table of the state holds what it holds in torch."""
+
+    def scenario(impl):
+        kept = {}
+        property_of_table = property(
+            lambda self: kept[table], lambda self, value: kept.update({table: value})
+        )
+        members = {"__slots__": (table,)} if kind == "slot" else {table: property_of_table}
+        module = type("Net", (impl.Module,), members)()
+        module.layer = torch.nn.Linear(2, 2)
+        module.register_buffer("mean", torch.ones(2))
+        module.scale = torch.nn.Parameter(torch.ones(2))
+        state = module.state_dict()
+        module.load_state_dict({name: tensor + 1 for name, tensor in state.items()})
+        module.eval().double()
+
+        walks = [*dict(module.named_parameters())], [type(m).__name__ for m in module.modules()]
+        assigned = type(getattr(module, table)).__name__
+        return walks, assigned, table in vars(module), module.state_dict(), module.training
+
+    same(scenario)

@@ -541,12 +541,12 @@ def test_a_saved_method_does_not_call_a_later_patch(
 ) -> None:
     """A method that was saved before `torch.nn.Module` was patched is the one that was saved."""
     calls = []
-    saved = impl.Module.train
-    original = torch.nn.Module.train
+    saved = impl.Module.apply
+    original = torch.nn.Module.apply
     monkeypatch.setattr(
-        torch.nn.Module, "train", lambda self, mode: calls.append(mode) or original(self, mode)
+        torch.nn.Module, "apply", lambda self, fn: calls.append(fn) or original(self, fn)
     )
-    saved(impl.Module(), True)
+    saved(impl.Module(), id)
 
     assert calls == []
 
