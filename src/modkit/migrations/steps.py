@@ -460,7 +460,7 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
         if wildcards(pattern) and not step.stacked:
             for match in matches(pattern, remaining):
                 raise MigrationError(
-                    f"{step}: {match[0]} is not from this step and also matches {pattern}, so "
+                    f"{step}: {match.name} is not from this step and also matches {pattern}, so "
                     "the step would have no inverse; declare narrower patterns"
                 )
 
@@ -504,9 +504,9 @@ def _applications(step: Step, names: Mapping[str, Any]) -> Iterator[_Application
     for pattern in step.old:
         for match in matches(pattern, names):
             if not stacks:
-                groups.setdefault(match.groups(), {})[pattern] = match[0]
-            elif match[1].isdecimal():
-                groups.setdefault((), {})[match[1]] = match[0]
+                groups.setdefault(match.values, {})[pattern] = match.name
+            elif match.values[0].isdecimal():
+                groups.setdefault((), {})[match.values[0]] = match.name
 
     for values, members in groups.items():
         # Compared as text: a number in a file may have any number of digits, or zeros before it.
