@@ -167,8 +167,7 @@ def property_(session: nox.Session) -> None:
 def lockstep(session: nox.Session) -> None:
     """Run 2,000,000 random operations on torch and modkit; `-- --operations 50000 --seed 7` for others."""
     install(session, "test", extras="[cli,demo]")
-    options = session.posargs or ["--report"]
-    session.run("python", "-m", "tests.property.long_run", *options, env=TEST_ENVIRONMENT)
+    session.run("python", "-m", "tests.property.long_run", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(default=False)

@@ -29,7 +29,8 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
-exclude_patterns = ["_build"]
+# Pages for contributors are read in the repository.
+exclude_patterns = ["_build", "_render", "test_evidence.md", "benchmark_budgets.md"]
 html_theme = "furo"
 html_title = f"modkit {release}"
 html_static_path = ["_static"]

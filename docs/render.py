@@ -1,8 +1,7 @@
 """Write what is generated in README and the documentation; `docs/_render/README.md` lists it.
 
-python docs/render.py                    # pages, blocks, figures and pictures, where they are out of date
+python docs/render.py                    # pages and blocks, where they are out of date
 python docs/render.py --check            # exit with 1 and name what is out of date
-python docs/render.py --check --figures  # also name figures that were measured on older code
 python docs/render.py --renew NAME       # first run again what docs/_render/results/NAME.json was measured with
 python docs/render.py --record FILE      # first store a run of the tests: what `pytest --junitxml=FILE` wrote
 """
@@ -18,19 +17,11 @@ from _render import (  # noqa: E402 - found through the line above
     benchmark_tables,
     comparison,
     differences,
-    ema_losses,
-    fast_inference,
-    figures,
-    measured_code,
-    readme,
     renew,
-    sharded_memory,
-    terminal,
-    test_evidence,
     tested_with,
 )
 from _render.markdown import replace, wrapped  # noqa: E402
-from _render.stored_results import DOCS, ROOT  # noqa: E402
+from _render.stored_results import DOCS  # noqa: E402
 
 
 NOTICE = "<!-- Written by docs/render.py from {}. -->"
@@ -38,20 +29,13 @@ NOTICE = "<!-- Written by docs/render.py from {}. -->"
 PAGES = {
     "benchmark_budgets.md": (benchmark_tables, "docs/_render/results"),
     "differences.md": (differences, "tests/divergences.py"),
-    "test_evidence.md": (test_evidence, "docs/_render/results"),
     "tested_with.md": (tested_with, "docs/_render/results"),
 }
 # Pages that are written by hand, except for the blocks between two marks.
 BLOCKS = {
-    ROOT / "README.md": readme,
-    DOCS / "averaging.md": ema_losses,
     DOCS / "benchmarks.md": benchmark_tables,
     DOCS / "comparison.md": comparison,
-    DOCS / "distributed.md": sharded_memory,
-    DOCS / "fast_inference.md": fast_inference,
 }
-# Pictures are drawn from data or by running commands, and need libraries that pages do not need.
-PICTURES = (figures, terminal)
 
 
 def render() -> dict[Path, str]:
@@ -74,24 +58,10 @@ def stale() -> list[str]:
     ]
 
 
-def stale_pictures() -> list[str]:
-    """Return the file names of the pictures that show other data."""
-    return [f"{name}.svg" for module in PICTURES for name in module.stale()]
-
-
 def write_pages() -> None:
     """Write the pages; the sessions that write results call this after a run."""
     for page, text in render().items():
         page.write_text(text, encoding="utf-8")
-
-
-def write_pictures() -> None:
-    """Draw the pictures that are out of date, where what draws them is installed."""
-    try:
-        for module in PICTURES:
-            module.draw(module.stale())
-    except ModuleNotFoundError as error:
-        sys.stderr.write(f"not all pictures are drawn: {error.name} is not installed\n")
 
 
 def main() -> int:
@@ -100,7 +70,6 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
-    parser.add_argument("--figures", action="store_true", help="check what they were measured on")
     parser.add_argument("--renew", choices=sorted(renew.COMMANDS), help="run again, and store")
     parser.add_argument("--record", type=Path, metavar="FILE", help="a run of the tests")
     parser.add_argument("--again", type=Path, nargs="*", default=[], help="of files that ran again")
@@ -108,11 +77,9 @@ def main() -> int:
     options = parser.parse_args()
 
     if options.check:
-        names = [*stale(), *stale_pictures()]
+        names = stale()
         sys.stderr.writelines(f"not up to date: {name}\n" for name in names)
-        older = measured_code.outdated() if options.figures else []
-        sys.stderr.writelines(f"measured on older code: {line}\n" for line in older)
-        return bool(names or older)
+        return bool(names)
 
     failures = 0
     if options.renew:
@@ -120,7 +87,6 @@ def main() -> int:
     if options.record:
         failures = renew.store_test_run(options.record, options.again, options.device)
     write_pages()
-    write_pictures()
     return bool(failures)
 
 

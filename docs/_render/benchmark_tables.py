@@ -6,7 +6,6 @@
 from typing import Any
 
 from _render.markdown import fill, table
-from _render.measured_code import note
 from _render.stored_results import read
 
 
@@ -124,7 +123,7 @@ def machine(results: dict[str, Any]) -> str:
     """Return the date of the run and its machine."""
     text = "{cores}-core {processor} CPU, {system}, Python {python}, torch {torch}"
     measured_on = f"Measured {results['date']} on a {text.format(**results['machine'])}."
-    return fill(f"{measured_on} {note('benchmarks')}".strip())
+    return fill(measured_on)
 
 
 def blocks() -> dict[str, str]:
@@ -146,5 +145,5 @@ def page() -> str:
 
     names = ("operations", "files", "inference")
     tables = {name: budgets_table(name) for name in names}
-    summary = f"{report.heading(read('benchmarks'))} {note('benchmarks')}".strip()
+    summary = report.heading(read("benchmarks"))
     return BUDGETS.format(summary=summary, **tables)

@@ -4,7 +4,6 @@ The times are those of the last `nox -s peers`.
 """
 
 from _render.markdown import fill, table
-from _render.measured_code import note
 from _render.stored_results import read
 
 
@@ -154,8 +153,7 @@ def measured() -> str:
     text = (
         "Milliseconds of CPU time with evicted caches: medians of "
         f"{min(rounds)} to {max(rounds)} interleaved rounds, {results['machine']}, float32 averages "
-        f"with a decay of 0.999 ({results['date']}). *Parameters only* rows leave buffers out. "
-        f"{note('averaging_libraries')}"
+        f"with a decay of 0.999 ({results['date']}). *Parameters only* rows leave buffers out."
     )
     return fill(text)
 

@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections import Counter
 from importlib.metadata import version
@@ -19,25 +18,15 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from _render import ema_losses as ema_losses_page
 from _render.comparison import AVERAGES, STATE_DICTS
-from _render.measured_code import DESCRIBED, digests
 from _render.stored_results import ROOT, file_of, read, release, today, write
 from _render.tested_with import COUNTS
 
 
-# How often a fault is repeated: kills at random moments, other faults, saves side by side.
-ROUNDS = {"random": 50, "other": 5, "saves": 200}
-# Libraries without which a writer cannot be tested; its previous figures then stay.
-NEEDS = {"lightning": ("lightning",), "transformers": ("transformers", "accelerate")}
-
-
 def benchmarks() -> None:
     """Measure everything, half an hour on an idle machine; a missed budget does not stop the run."""
-    code = digests(DESCRIBED["benchmarks"])
     command = [sys.executable, "-m", "benchmarks", "--json", str(file_of("benchmarks"))]
     subprocess.run(command, check=True, cwd=ROOT)  # noqa: S603 - our own command
-    write("benchmarks", {**read("benchmarks"), "code": code})
 
 
 def peers() -> None:
@@ -52,19 +41,13 @@ def gpu_peers() -> None:
 
 def store_times(kind: str, *options: str) -> None:
     """Time averages with these options, and store them as one kind of times."""
-    code = digests(DESCRIBED["averaging_libraries"])
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "peers.json"
         command = [sys.executable, "-m", "benchmarks.averaging_peers", "--json", str(report)]
         subprocess.run([*command, *options], check=True, cwd=ROOT)  # noqa: S603 - our own command
         times = json.loads(report.read_text(encoding="utf-8"))
     results = read("averaging_libraries")
-    write("averaging_libraries", {**results, kind: {**times, "date": today(), "code": code}})
-
-
-def ema_losses() -> None:
-    """Train the networks of the plot of losses; needs the extra `demo`, and transformers."""
-    write("ema_losses", ema_losses_page.train_all(), indent=None)
+    write("averaging_libraries", {**results, kind: {**times, "date": today()}})
 
 
 def features_of(folder: str, libraries: dict[str, str]) -> dict[str, Any]:
@@ -122,39 +105,6 @@ def modkit_compat() -> None:
             }
     behaviors = {**results.get("behaviors", {}), torch: run}
     write("modkit_compat", {**results, "behaviors": behaviors})
-
-
-def write_faults() -> None:
-    """Save under every fault with every installed writer; minutes, and root for all of them."""
-    faults = importlib.import_module("tests.unit.files.faults")
-    runs = importlib.import_module("tests.unit.files.fault_runs")
-    writers = importlib.import_module("tests.unit.files.writers")
-    before = read("write_faults")
-    rows: dict[str, Any] = {
-        fault.name: {"title": fault.title, "cells": {}} for fault in faults.FAULTS.values()
-    }
-
-    for name in writers.WRITERS:
-        if all(map(writers.installed, NEEDS.get(name, ()))):
-            started = time.perf_counter()
-            fresh = runs.run([name], **ROUNDS)
-            sys.stderr.write(f"{name}: {time.perf_counter() - started:.0f} s\n")
-        else:
-            fresh = {row: {name: before["faults"][row]["cells"][name]} for row in rows}
-        for row, cells in fresh.items():
-            rows[row]["cells"][name] = cells[name]
-            if lost := cells[name].get("lost"):
-                sys.stderr.write(f"{row}, {name}:\n{lost}\n")
-
-    packages = ["torch", "safetensors", *(needed[0] for needed in NEEDS.values())]
-    results = {
-        "date": today(),
-        "versions": {name: version(name) for name in packages if writers.installed(name)},
-        "rounds": ROUNDS,
-        "writers": {name: writer.title for name, writer in writers.WRITERS.items()},
-        "faults": rows,
-    }
-    write("write_faults", results)
 
 
 def outcome(case: ET.Element) -> str:
@@ -222,9 +172,7 @@ COMMANDS = {
     "benchmarks": benchmarks,
     "peers": peers,
     "gpu_peers": gpu_peers,
-    "ema_losses": ema_losses,
     "averaging_libraries": averaging_libraries,
     "state_dict_libraries": state_dict_libraries,
     "modkit_compat": modkit_compat,
-    "write_faults": write_faults,
 }

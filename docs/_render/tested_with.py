@@ -18,8 +18,8 @@ TEXT = """\
 # Tested with
 
 modkit supports the releases of torch and Python that its tests ran on. This page shows what was run.
-[Differences from torch](differences.md) lists what differs on purpose, [Prove it on your code](prove_it.md) repeats
-the comparison with your model, and [Test evidence](test_evidence.md) has the details for contributors.
+[Differences from torch](differences.md) lists what differs on purpose, and [Prove it on your code](prove_it.md)
+repeats the comparison with your model. `tests/suites/libraries.py` names what of the suites is left out, and why.
 
 ## Versions
 
@@ -72,8 +72,7 @@ that differs is repeated three times on each side.
 
 Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
 and where the library itself cannot run on modkit: optimum-quanto asks whether `nn.Module` is among the bases of torch's
-layers, and pyro and torchrl have metaclasses of their own ([Test evidence](test_evidence.md#left-out-of-third-party-suites)). The
-tests of tensordict are those of its release 0.14.0, those of torchrl are of its development branch, and torchao is its
+layers, and pyro and torchrl have metaclasses of their own. The tests of tensordict are those of its release 0.14.0, those of torchrl are of its development branch, and torchao is its
 development branch without compiled kernels:
 
 {suites}

@@ -25,7 +25,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -38,7 +37,7 @@ from mutmut.mutation.file_mutation import MutationVisitor
 from mutmut.mutation.mutators import mutation_operators
 from mutmut.mutation.pragma_handling import get_ignored_lines
 
-from tests.mutation.run import FOUND, ROOT, keep, today
+from tests.mutation.run import ROOT
 
 
 if TYPE_CHECKING:
@@ -346,7 +345,9 @@ def main() -> None:
     parser.add_argument(
         "--survivors", type=Path, help="only those that survived, by a file of --out"
     )
-    parser.add_argument("--out", type=Path, help="write the figures there, and not into the page")
+    parser.add_argument(
+        "--out", type=Path, help="write the figures there, in place of printing them"
+    )
     given = parser.parse_args()
 
     # A process for each part: pytest imports the tests of one into it.
@@ -368,10 +369,8 @@ def main() -> None:
     if given.out:
         given.out.write_text(json.dumps(figures, indent=1), encoding="utf-8")
         return
-    known = json.loads(FOUND.read_text(encoding="utf-8")).get("sample", {})
-    parts = {old["name"]: old for old in known.get("parts", [])} | {given.part: figures}
-    run = {**today(), "seed": given.seed, "mutmut": version("mutmut")}
-    keep(sample={**known, **run, "parts": [parts[name] for name in PARTS if name in parts]})
+    sys.stdout.write(f"{given.part}: {figures['killed']} of {figures['sample']} are caught\n")
+    sys.stdout.writelines(f"survived: {mutant}\n" for mutant in figures["survived"])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import platform
 import random
 import resource
-import runpy
 import subprocess
 import sys
 import time
@@ -224,7 +223,6 @@ def main() -> None:
     parser.add_argument("--operations", type=int, default=2_000_000)
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--report", action="store_true", help="write docs/test_evidence.md")
     parser.add_argument(
         "--resume",
         action="store_true",
@@ -247,9 +245,6 @@ def main() -> None:
         # The code may have been repaired since.
         account["differences"] = [d for d in account["differences"] if still_differs(d["seed"])]
     campaign(account, given.operations, given.processes)
-    if given.report:
-        write_json(ROOT / "docs" / "_render" / "results" / "random_operations.json", account)
-        runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
     sys.exit(bool(account["differences"]))
 
 

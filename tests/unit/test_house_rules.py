@@ -1,5 +1,4 @@
 import ast
-import functools
 import runpy
 from pathlib import Path
 
@@ -14,10 +13,22 @@ FILES = sorted(SOURCE.rglob("*.py"))
 every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
 
 
-@functools.cache
-def lines_of(file):
-    """Return how many lines of each sort a file has."""
-    return COUNTS["count_lines"](file.read_text(encoding="utf-8"))
+# The bound of code lines of each folder. It only falls: raising one takes a commit that does nothing
+# else, with its reason in the message. What a repair adds, it pays for in its own folder.
+BOUNDS = {
+    "averaging": 4_300,
+    "files": 2_430,
+    "compat": 2_099,
+    "nn": 1_788,
+    "top level": 1_660,
+    "cli": 1_240,
+    "migrations": 1_145,
+    "jit": 913,
+    "fast_inference": 731,
+    "integrations": 560,
+    "models": 425,
+    "optim": 352,
+}
 
 
 def is_private(dotted):
@@ -59,16 +70,13 @@ def test_files_and_functions_stay_short(file):
         for function in functions
     }
 
-    assert lines_of(file).code <= 500
+    assert COUNTS["count_lines"](file.read_text(encoding="utf-8")) <= 500
     assert {name: length for name, length in lengths.items() if length > 60} == {}
 
 
 def test_what_ships_stays_thin():
-    """At most 17,630 code lines in 125 files. The aim is 11,400: what merges mechanisms is welcome."""
-    files = COUNTS["shipped"]().values()
-
-    assert sum(lines_of(file).code for file in files) <= 17_630
-    assert len(files) <= 125
+    """No folder has more code lines than its bound."""
+    assert {f: n for f, n in COUNTS["count"]().items() if n > BOUNDS.get(f, 0)} == {}
 
 
 def test_words_are_free():
@@ -77,35 +85,4 @@ def test_words_are_free():
         '"""Page."""\n\n# Why.\ndef f():\n    """One.\n\n    Two.\n    """\n    return """a\nb"""\n'
     )
 
-    assert COUNTS["count_lines"](source) == (3, 4, 1)
-
-
-def test_the_table_of_sizes_has_every_line():
-    """CONTRIBUTING.md has a row for each capability, and columns for code, docstrings and comments."""
-    rows = COUNTS["table"]().splitlines()
-    shipped = COUNTS["shipped"]().values()
-    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-    assert rows[0] == "| capability | files | code | docstring | comment |"
-    assert rows[0] in page
-    assert [row.split("|")[1] for row in rows if row.split("|")[1] not in page] == []
-    total = [int(number.replace(",", "")) for number in rows[-1].split("|")[2:-1]]
-    assert total == [len(shipped), *map(sum, zip(*map(lines_of, shipped), strict=True))]
-
-
-@for_each("page", sorted(SOURCE.rglob("README.md")), ids=lambda p: p.parent.name)
-def test_each_file_has_its_line(page):
-    """A folder's README names its files, those of smaller folders included."""
-    text = page.read_text(encoding="utf-8")
-    pages = SOURCE.rglob("README.md")
-    own_pages = {each.parent for each in pages if page.parent in each.parent.parents}
-    # The layers have torch's file names, and the last row of a table may stand for many files.
-    whole = {"modules", *(name for name in ("cli",) if f"{name}/_*.py" in text)}
-    names = [
-        path.relative_to(page.parent).as_posix()
-        for path in page.parent.rglob("*.py")
-        if not own_pages & set(path.parents) and path.name != "__init__.py"
-        if not whole & set(path.relative_to(page.parent).parts[:-1])
-    ]
-
-    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+    assert COUNTS["count_lines"](source) == 3

@@ -28,7 +28,7 @@ def found(writer):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_file_survives(found, fault):
-    """The docstrings in faults.py say what has to hold; docs/test_evidence.md has the table."""
+    """The docstrings in faults.py say what has to hold."""
     if "skipped" in found[fault]:
         pytest.skip(found[fault]["skipped"])
 

@@ -20,7 +20,7 @@ def found():
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_file_survives(found, fault, writer):
-    """The docstrings in faults.py state what must hold; docs/test_evidence.md has the table."""
+    """The docstrings in faults.py state what must hold."""
     cell = found[fault][writer]
     if "skipped" in cell:
         pytest.skip(cell["skipped"])

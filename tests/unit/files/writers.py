@@ -57,7 +57,7 @@ class Writer:
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]  # in the table of docs/test_evidence.md
+    title: ClassVar[str]
     file: ClassVar[str] = "last.pt"
     any_name: ClassVar[bool] = True  # False if the writer chooses the name of the file
 

@@ -25,11 +25,6 @@ def test_generated_pages_are_up_to_date():
     assert runpy.run_path(RENDER)["stale"]() == []
 
 
-def test_pictures_are_up_to_date():
-    """Figures show the committed data, and those of the terminal what the commands print."""
-    assert runpy.run_path(RENDER)["stale_pictures"]() == []
-
-
 def prose(page):
     """Return a page without its code."""
     text = page.read_text(encoding="utf-8")

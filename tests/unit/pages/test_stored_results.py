@@ -4,7 +4,6 @@ import json
 import runpy
 from pathlib import Path
 
-from tests.divergences import DIVERGENCES
 from tests.suites.libraries import LIBRARIES
 
 
@@ -31,33 +30,6 @@ def test_no_test_failed():
     runs = [*stored["tests"], *stored["devices"]]
 
     assert [run for run in runs if run["failed"]] == []
-
-
-def test_no_file_was_lost():
-    """Every trial with a fault while writing left a complete file."""
-    rows = results("write_faults")["faults"]
-    cells = [cell for row in rows.values() for cell in row["cells"].values()]
-
-    assert [cell["lost"] for cell in cells if "skipped" not in cell and cell["lost"]] == []
-
-
-def test_no_difference_of_random_operations_was_left():
-    """Each difference of the last run was a row of the table of differences."""
-    found = results("random_operations")
-
-    assert found["differences"] == []
-    assert {*found["rows"]} <= {*DIVERGENCES}
-    assert found["operations"] == sum(found["kinds"].values())
-
-
-def test_bugs_that_random_operations_found_have_tests():
-    """Each names a test that exists."""
-    fixed = runpy.run_path(str(DOCS / "render.py"))["test_evidence"].FIXED
-    tests = [test.partition("::") for test in fixed.values()]
-
-    assert [
-        name for file, _, name in tests if f"def {name}(" not in (ROOT / file).read_text("utf-8")
-    ] == []
 
 
 def test_every_differing_test_of_a_suite_has_a_cause():
@@ -101,45 +73,6 @@ def test_a_side_that_swapped_nothing_counts_no_test():
 
     sides.pop("whole")
     assert tested_with.cells(row) == ["5", "5", "-", "-", "0"]
-
-
-def measured_code():
-    """Return the module that compares figures with the code that they were measured on."""
-    return runpy.run_path(str(DOCS / "render.py"))["measured_code"]
-
-
-def test_pages_say_which_code_has_changed_since_a_measurement(monkeypatch, tmp_path):
-    """Changed code makes figures old; comments, docstrings and blank lines do not."""
-    module = measured_code()
-    source = tmp_path / "nn" / "module.py"
-    source.parent.mkdir()
-    source.write_text('"""Text."""\n\nvalue = 1  # a comment\n', encoding="utf-8")
-    monkeypatch.setattr(module, "SOURCE", tmp_path)
-    monkeypatch.setattr(module, "DESCRIBED", {"benchmarks": ("nn", "jit", "files")})
-    stored = {"code": module.digests(("nn", "jit", "files"))}
-    monkeypatch.setattr(module, "read", lambda name: stored)
-    assert module.note("benchmarks") == ""
-
-    source.write_text('"""Another text."""\nvalue = 1\n\n# More.\n', encoding="utf-8")
-    assert (module.note("benchmarks"), module.outdated()) == ("", [])
-    source.write_text("value = 2\n", encoding="utf-8")
-    assert module.note("benchmarks") == "The code of `nn` has changed since."
-    assert module.outdated() == ["benchmarks: nn"]
-    stored["code"]["jit"] = "other"
-    assert module.note("benchmarks") == "The code of `nn` and `jit` has changed since."
-    stored.clear()
-    assert module.note("benchmarks") == "These figures are of an older version of the code."
-
-
-def test_every_result_with_times_is_compared_with_the_code():
-    """A result has times if a page names what it was measured on."""
-    module = measured_code()
-    parts = {path.name for path in module.SOURCE.iterdir() if path.is_dir()}
-
-    assert {*module.DESCRIBED} == {"benchmarks", "averaging_libraries"}
-    for described in module.DESCRIBED.values():
-        assert {*described} - {module.FOUNDATION} <= parts
-        assert len({*module.digests(described).values()}) == len(described)
 
 
 def test_no_training_script_differs():
