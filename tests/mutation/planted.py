@@ -100,7 +100,7 @@ _NN: Final = [
         "fast_inference/members.py",
         "            self.changed = True\n",
         "            self.changed = False\n",
-        _SCOPE + "/test_changes.py",
+        _SCOPE + "/test_scope.py",
     ),
 ]
 
@@ -234,8 +234,8 @@ _AVERAGING: Final = [
     Bug(
         "swap: members that were replaced stay replaced",
         "averaging/swap.py",
-        "replaced = None if registered is None else registered.undo()",
-        "replaced = None",
+        "replaced = [] if registered is None else registered.undo()",
+        "replaced = []",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(

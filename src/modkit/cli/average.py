@@ -118,20 +118,24 @@ def average(
                 checkpoints, weights, key=key, prefix=prefix, dtype=torch_dtype, progress=bar
             )
     else:
-        result = _reconstructed(checkpoints, ema_sigma, step, run)
-        averages, fit = _averages_and_fit(result, torch_dtype)
+        averages, fit = _reconstructed(checkpoints, ema_sigma, torch_dtype, step=step, run=run)
         facts |= fit
 
     facts["tensors"] = _save(averages, prefix, output)
     if as_json:
         ui.print_json(facts)
-        return
-    if ema_sigma is not None:
+    else:
+        _say(facts)
+
+
+def _say(facts: Mapping[str, Any]) -> None:
+    """Print the facts of an average."""
+    if "sigma_rel" in facts:
         ui.say(
-            f"sigma_rel {ema_sigma:g} at step {facts['step']} from {facts['snapshots']} snapshots: "
-            f"relative error of the fit {facts['fit_error']:.2g}"
+            f"sigma_rel {facts['sigma_rel']:g} at step {facts['step']} from {facts['snapshots']} "
+            f"snapshots: relative error of the fit {facts['fit_error']:.2g}"
         )
-    ui.say(f"{output}: the average of {len(checkpoints)}, {facts['tensors']} tensors")
+    ui.say(f"{facts['output']}: the average of {facts['checkpoints']}, {facts['tensors']} tensors")
 
 
 def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
@@ -157,19 +161,19 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
 
 
 def _reconstructed(
-    checkpoints: Sequence[Path], sigma_rel: float, step: int | None, run: str | None
-) -> posthoc.Reconstruction:
-    """Return the average of a width from snapshots or their directory."""
+    checkpoints: Sequence[Path],
+    sigma_rel: float,
+    dtype: torch.dtype | None,
+    *,
+    step: int | None,
+    run: str | None,
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the average of a width, at a step of a run, from snapshots, and facts of the fit."""
     is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
     snapshots = checkpoints[0] if is_folder else checkpoints
     with ui.progress("reconstructing"):
-        return posthoc.reconstruct(snapshots, sigma_rel, step, run=run)
+        result = posthoc.reconstruct(snapshots, sigma_rel, step, run=run)
 
-
-def _averages_and_fit(
-    result: posthoc.Reconstruction, dtype: torch.dtype | None
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a reconstruction, cast, and facts of the fit."""
     averages = {
         name: cast(name, average, str(average.dtype)[6:], dtype)
         for name, average in result.averages.items()
