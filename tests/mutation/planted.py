@@ -306,8 +306,8 @@ _IN_MIGRATIONS: Final = [
     Bug(
         "patterns: a pattern that matches a part of a name",
         "migrations/patterns.py",
-        "or re.escape(s) for s in segments))",
-        'or re.escape(s) for s in segments) + ".*")',
+        'return bool(part) if segment == "*" else segment == part',
+        'return bool(part) if segment == "*" else segment in part',
         _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
