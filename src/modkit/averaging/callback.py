@@ -1,6 +1,6 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
 import torch
 from typing_extensions import TypeVar, Unpack
 
+from modkit._interrupts import critical
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.options import Device, EMAOptions, Options
 from modkit.averaging.schedules import Decays
@@ -462,7 +462,11 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
         return self._evaluation.block(self.ema, None)
 
     def update_bn(
-        self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
+        self,
+        loader: Iterable[Any],
+        device: Device = None,
+        *,
+        call: Callable[[Any, Any], object] | None = None,
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
@@ -472,18 +476,18 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
             device: Device that inputs are moved to. Default: they are not moved.
-            weight_by_samples: Weight each batch by the first dimension of its input, a tensor.
+            call: Function of the model and a batch that calls the model, for batches of keywords
+                or several inputs. Default: the model is called with its first input.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``,
-                the input of a batch is not a tensor with a first dimension. Nothing has been
-                changed.
+            TypeError: If the loader cannot be iterated over. Nothing has been changed.
             RuntimeError: If the model holds an average, or before the first update.
             NameMismatchError: If names or shapes of the model have changed since the last update.
-            ValueError: If the loader is empty. Nothing has been changed.
+            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
+                has been changed.
         """
-        self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
+        self.ema.update_bn(loader, device, index=self.index, call=call)
 
     def on_validation_start(self, *args: object, **kwargs: object) -> None:
         """Swap the average in until :meth:`on_validation_end`; a second call has no effect.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from typing_extensions import Self, TypeVar
 
+from modkit._interrupts import uninterrupted
 from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
 from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine, Pairing
-from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
@@ -671,7 +671,7 @@ class EMA(Generic[ModelT_co]):
         device: Device = None,
         *,
         index: int = 0,
-        weight_by_samples: bool = False,
+        call: Callable[[Any, Any], object] | None = None,
     ) -> None:
         """Compute the batch normalization statistics of an average in one pass over the data.
 
@@ -683,11 +683,7 @@ class EMA(Generic[ModelT_co]):
 
         With the mean ``m_b`` and the unbiased variance ``v_b`` of a channel in batch ``b``, the
         running mean and variance are the plain means of ``m_b`` and ``v_b`` over the batches, as in
-        ``torch.optim.swa_utils.update_bn`` (https://arxiv.org/abs/1502.03167, algorithm 2). With
-        ``weight_by_samples=True`` they are ``sum(n_b * m_b) / sum(n_b)``, the mean over all
-        samples, and ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch, for ``n_b``
-        samples in batch ``b``: the last batch of an epoch may be smaller. With batches of one size
-        both are the same, up to float rounding.
+        ``torch.optim.swa_utils.update_bn`` (https://arxiv.org/abs/1502.03167, algorithm 2).
 
         Each rank of a distributed run computes statistics of its own batches. Layers of
         ``torch.nn.SyncBatchNorm`` combine those of all ranks, which must have equally many batches.
@@ -696,17 +692,18 @@ class EMA(Generic[ModelT_co]):
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
             device: Device that inputs are moved to.
             index: Index of the average.
-            weight_by_samples: Weight each batch by the first dimension of its input, a tensor.
+            call: Function of the model and a batch that calls the model, for batches of keywords
+                or several inputs, as in ``call=lambda model, batch: model(**batch)``. Default: the
+                model is called with the batch, or the first element of a list or tuple.
 
         Raises:
             IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int, the loader cannot be iterated over, or
-                ``weight_by_samples=True`` and the input of a batch is not a tensor with a first
-                dimension. Nothing has been changed.
+            TypeError: If ``index`` is not an int, or the loader cannot be iterated over.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`, or before the first update.
             NameMismatchError: If names or shapes of the model have changed.
-            ValueError: If the loader is empty. Nothing has been changed.
+            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
+                has been changed.
             Exception: Whatever the loader, the model, or ``copy.deepcopy`` of it raises. Nothing
                 has been changed.
 
@@ -732,7 +729,7 @@ class EMA(Generic[ModelT_co]):
         # on a copy, which the user may interrupt, and only its end is a critical section.
         with torch.inference_mode(False), torch.no_grad():
             model = self.averaged_model(index)
-            batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
+            batch_norm.recompute(loader, model, device, call)
             with uninterrupted():
                 self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
                 self._follow()

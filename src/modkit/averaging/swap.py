@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from modkit._interrupts import critical
 from modkit._messages import (
     MSG_BUFFER_OPTION,
     MSG_CONVERTED_INSIDE,
@@ -28,7 +29,6 @@ from modkit._messages import (
     add_note,
 )
 from modkit._upstream import PLAIN, copy_
-from modkit.averaging.interrupts import critical
 from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.sharding import (

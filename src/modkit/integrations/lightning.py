@@ -3,7 +3,7 @@
 import copy
 import importlib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -454,7 +454,11 @@ class EMACallback(Callback, NamesTheRightClass):
     on_exception = on_validation_end
 
     def update_bn(
-        self, loader: Iterable[Any], device: Device = None, *, weight_by_samples: bool = False
+        self,
+        loader: Iterable[Any],
+        device: Device = None,
+        *,
+        call: Callable[[Any, Any], object] | None = None,
     ) -> None:
         """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
 
@@ -465,21 +469,21 @@ class EMACallback(Callback, NamesTheRightClass):
         Args:
             loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
             device: Device that inputs are moved to. Default: they are not moved.
-            weight_by_samples: Weight each batch by the first dimension of its input, a tensor.
+            call: Function of the model and a batch that calls the model, for batches of keywords
+                or several inputs. Default: the model is called with its first input.
 
         Raises:
             IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over, or, with ``weight_by_samples=True``,
-                the input of a batch is not a tensor with a first dimension. Nothing has been
-                changed.
+            TypeError: If the loader cannot be iterated over. Nothing has been changed.
             RuntimeError: If there was no fit, the model holds an average, or before the first
                 update.
             NameMismatchError: If names or shapes of the model have changed since the last update.
-            ValueError: If the loader is empty. Nothing has been changed.
+            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
+                has been changed.
         """
         if self.ema is None:
             raise RuntimeError("EMACallback.update_bn(): there are no averages. Call fit() first.")
-        self.ema.update_bn(loader, device, index=self.index, weight_by_samples=weight_by_samples)
+        self.ema.update_bn(loader, device, index=self.index, call=call)
 
     def state_dict(self) -> dict[str, Any]:
         """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages.

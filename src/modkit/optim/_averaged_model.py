@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel as _TorchAveragedModel
 from typing_extensions import TypeVar, override
 
+from modkit._interrupts import uninterrupted
 from modkit._messages import add_note
 from modkit._upstream import never_compiled
 from modkit.averaging.averages import Average
 from modkit.averaging.copies import Copies
 from modkit.averaging.groups import Group
-from modkit.averaging.interrupts import uninterrupted
 from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.names import canonical_names, check_match
 from modkit.averaging.options import Buffers, Names, Options

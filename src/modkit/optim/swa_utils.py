@@ -16,8 +16,8 @@ Example:
     (1.25, 2)
 """
 
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.optim.swa_utils import SWALR
@@ -45,15 +45,16 @@ __all__ = [
     "update_bn",
 ]
 
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 PARAM_LIST: TypeAlias = TensorList
 
 
 def update_bn(
     loader: Iterable[Any],
-    model: torch.nn.Module,
+    model: ModelT,
     device: int | torch.device | None = None,
     *,
-    weight_by_samples: bool = False,
+    call: Callable[[ModelT, Any], object] | None = None,
 ) -> None:
     """Compute the batch normalization statistics of a model afresh, in one pass over the data.
 
@@ -64,24 +65,18 @@ def update_bn(
         loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
         model: Model whose statistics are replaced.
         device: Device that inputs are moved to.
-        weight_by_samples: Whether batches are weighted by their number of samples.
+        call: Function that calls the model with a batch.
 
     modkit: Only batch normalization runs in training mode, and each module gets its own mode back.
     If anything raises, the model is as before. For an ``EMA`` call ``ema.update_bn(loader)``.
 
     Keyword Args:
-        weight_by_samples: Whether each batch ``b`` is weighted by its number of samples ``n_b``,
-            the first dimension of the input, because the last batch of an epoch may be smaller.
-            With the mean ``m_b`` and the unbiased variance ``v_b`` of a channel in the batch,
-            ``running_mean`` is ``sum(n_b * m_b) / sum(n_b)``, the mean over all samples, and
-            ``running_var`` is ``sum(n_b * v_b) / sum(n_b)``, the mean variance within a batch. With
-            batches of one size these are the values of the default, the plain means over batches
-            (https://arxiv.org/abs/1502.03167, algorithm 2), up to float rounding.
+        call: Function of the model and a batch that calls the model, for batches of keywords or
+            several inputs, as in ``call=lambda model, batch: model(**batch)``. Default: the model
+            is called with the batch, or the first element of a list or tuple.
 
     Raises:
-        TypeError: If ``weight_by_samples=True`` and the input of a batch is not a tensor with a
-            first dimension.
-        ValueError: If the loader is empty.
+        ValueError: If the loader is empty, or ``device`` and ``call`` are both given.
         RuntimeError: If an average is swapped into the model, as inside ``EMA.applied()``.
 
     Example:
@@ -90,10 +85,10 @@ def update_bn(
         >>> from modkit.optim.swa_utils import AveragedModel, update_bn
         >>> average = AveragedModel(nn.BatchNorm1d(1))
         >>> update_bn([torch.tensor([[2.0], [4.0]])], average)
-        >>> uneven = [torch.tensor([[0.0], [2.0], [4.0]]), torch.tensor([[1.0], [9.0]])]
-        >>> update_bn(uneven, average, weight_by_samples=True)
-        >>> average.module.running_mean  # of five samples
-        tensor([3.2000])
+        >>> batches = [{"input": torch.tensor([[2.0], [6.0]])}]
+        >>> update_bn(batches, average, call=lambda model, batch: model(**batch))
+        >>> average.module.running_mean
+        tensor([4.])
     """
     if not batch_norm.layers_of(model):
         return
@@ -105,7 +100,7 @@ def update_bn(
             "has been changed."
         )
 
-    batch_norm.recompute(loader, model, device, weight_by_samples=weight_by_samples)
+    batch_norm.recompute(loader, model, device, call)
 
 
 publish_all(globals())

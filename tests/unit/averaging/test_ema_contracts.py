@@ -155,7 +155,7 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     ("update_bn", begun, lambda ema: ema.update_bn(BATCH, index=""), TypeError),
     ("update_bn", lambda: modkit.EMA(OTHER), lambda ema: ema.update_bn([], index=1), IndexError),
     ("update_bn", begun, lambda ema: ema.update_bn(5), TypeError),
-    ("update_bn", begun, lambda ema: ema.update_bn([{}], weight_by_samples=True), TypeError),
+    ("update_bn", begun, lambda ema: ema.update_bn(BATCH, "cpu", call=print), ValueError),
     ("update_bn", begun, lambda ema: ema.update_bn([]), ValueError),
     ("update_bn", changed, lambda ema: ema.update_bn(BATCH), NameMismatchError),
     ("update_bn", copied, lambda ema: ema.update_bn(BATCH), RuntimeError),

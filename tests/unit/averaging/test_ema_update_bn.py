@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit.distributed import export_average, load_averages
-from modkit.optim.swa_utils import update_bn
+from modkit.optim.swa_utils import AveragedModel, update_bn
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import network, sgd, train
@@ -114,6 +114,47 @@ def test_batches_are_moved_to_the_device(face: str) -> None:
     trained(face).update_bn([batch.as_subclass(Recorder) for batch in batches()], device)
 
     assert moves == [(device,)] * 3
+
+
+class Scaled(nn.Module):
+    """A network with two inputs, of which one is a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        """Run the network on the scaled input."""
+        return self.net(x * scale)
+
+
+@for_each("face", ["EMA", "EMACallback", "AveragedModel"])
+@for_each(
+    ("batch", "call"),
+    [
+        (lambda x: {"x": x, "scale": 2.0}, lambda model, batch: model(**batch)),
+        (lambda x: (x, 2.0, "label"), lambda model, batch: model(batch[0], scale=batch[1])),
+    ],
+)
+def test_batches_of_several_inputs(face: str, batch: Any, call: Any) -> None:
+    """`call` calls the model, and the statistics are those of its inputs."""
+    model = Scaled()
+    loader = [batch(x) for x in batches()]
+    if face == "AveragedModel":
+        averaged = AveragedModel(model)
+        averaged.update_parameters(model)
+        update_bn(loader, averaged, call=call)
+        found = averaged.module
+    else:
+        holder: Any = getattr(modkit, face)(model)
+        ema = holder if face == "EMA" else holder.ema
+        ema.update()
+        holder.update_bn(loader, call=call)
+        found = ema.averaged_model()
+    expected = copy.deepcopy(model.net)
+    torch.optim.swa_utils.update_bn([x * 2.0 for x in batches()], expected)
+
+    assert freeze(dict(found.net.state_dict())) == freeze(dict(expected.state_dict()))
 
 
 def test_an_update_that_is_not_due_keeps_them() -> None:
