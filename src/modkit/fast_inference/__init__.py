@@ -1,13 +1,13 @@
 """Eager inference with less Python around each operation: ``fast_inference``."""
 
 import sys
-import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final, TypeVar, cast
 
 from torch import nn
 
+from modkit._interrupts import uninterrupted
 from modkit._tree import descend
 from modkit.fast_inference.folding import folds_of
 from modkit.fast_inference.layers import has_own_forward, is_container, kind_of
@@ -20,7 +20,6 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # The modules that are in a block of any thread, by identity. Blocks of one module share its
 # binding, so the last one that is left restores its ``__dict__``.
 _bindings: Final[dict[int, Binding]] = {}
-_lock: Final = threading.RLock()
 
 
 @contextmanager
@@ -69,22 +68,25 @@ def fast_inference(
 
     modules = _tree(model)
     folds = folds_of(model, modules) if fold_batch_norm else {}
-    with _lock:
-        used = _enter(modules, folds)
-
-    # No lock while the block runs: other threads may enter and leave blocks of the same modules.
-    is_finalizing = sys.is_finalizing
+    used: list[Binding] = []
+    # If the interpreter exits in the block, the globals of this file may be gone.
+    leave = _leave
     try:
-        yield model
+        try:
+            # Handlers of signals run when this has ended. No lock while the block runs: other
+            # threads may enter and leave blocks of the same modules.
+            with uninterrupted():
+                _enter(modules, folds, used)
+            yield model
+        finally:
+            leave(used)
     finally:
-        # If the interpreter exits in the block, the globals of this file may be gone.
-        if not is_finalizing():
-            with _lock:
-                _leave(used)
+        # This completes what a signal has interrupted, and otherwise has no effect.
+        leave(used)
 
 
-def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
-    """Bind the modules that no other block has bound; return the bindings of all."""
+def _enter(modules: list[nn.Module], folds: dict[int, Call], used: list[Binding]) -> None:
+    """Bind the modules that no other block has bound; note the bindings of all in ``used``."""
     for module in modules:
         binding = _bindings.get(id(module))
         if binding is not None and (binding.fold is None) != (id(module) not in folds):
@@ -93,27 +95,20 @@ def _enter(modules: list[nn.Module], folds: dict[int, Call]) -> list[Binding]:
                 "fold_batch_norm. Give both blocks the same value, or leave the first one."
             )
 
-    used: list[Binding] = []
     fresh: list[Binding] = []
-    try:
-        for module in modules:
-            binding = _bindings.get(id(module))
-            if binding is None:
-                binding = _bindings[id(module)] = Binding(module, folds.get(id(module)))
-                fresh.append(binding)
-            binding.users += 1
-            used.append(binding)
+    for module in modules:
+        binding = _bindings.get(id(module))
+        if binding is None:
+            binding = _bindings[id(module)] = Binding(module, folds.get(id(module)))
+            fresh.append(binding)
+        binding.users += 1
+        used.append(binding)
 
-        # All tables are replaced before the first function is made: functions of containers read
-        # the tables of the layers below.
-        for binding in fresh:
-            binding.open()
-        _bind(fresh)
-    except BaseException:
-        # An interrupt, too, must not leave entries behind.
-        _leave(used)
-        raise
-    return used
+    # All tables are replaced before the first function is made: functions of containers read the
+    # tables of the layers below.
+    for binding in fresh:
+        binding.open()
+    _bind(fresh)
 
 
 def _tree(model: nn.Module) -> list[nn.Module]:
@@ -172,9 +167,14 @@ def _children(module: nn.Module) -> list[nn.Module]:
     return [child for child in module._modules.values() if child is not None]
 
 
-def _leave(used: list[Binding]) -> None:
-    for binding in used:
-        binding.users -= 1
-        if not binding.users:
-            del _bindings[id(binding.module)]
-            binding.close()
+def _leave(used: list[Binding], is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+    """End the use of bindings, each of which is then dropped from the list."""
+    if is_finalizing():
+        return
+    with uninterrupted():
+        while used:
+            binding = used.pop()
+            binding.users -= 1
+            if not binding.users:
+                del _bindings[id(binding.module)]
+                binding.close()

@@ -1,11 +1,15 @@
 import contextlib
 import copy
+import ctypes
+import faulthandler
 import gc
 import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +19,9 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging import callback, interrupts, plan, swap
-from modkit.averaging.interrupts import uninterrupted
+from modkit import _interrupts as interrupts
+from modkit._interrupts import uninterrupted
+from modkit.averaging import callback, plan, swap
 from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
 
@@ -329,3 +334,88 @@ def test_signals_at_random_moments_break_nothing() -> None:
 def test_thousands_of_signals_break_nothing() -> None:
     """3,000 signals in models of 240 tensors: nothing is lost, and nothing is left behind."""
     assert bombard(3000, 60) == {"signals": 3000, "faults": {}}
+
+
+def use(work: str, model: nn.Module) -> None:
+    """Enter and leave sections."""
+    ema = average_of(model)
+    if work == "update":
+        ema.update()
+    elif work == "applied":
+        with ema.applied():
+            pass
+    else:
+        with modkit.fast_inference(model):
+            pass
+
+
+# Of `struct sigaction` on Linux: a pointer and a set of 1,024 bits come before them.
+FLAGS = slice(136, 140)
+
+
+@pytest.mark.posix
+@for_each("work", ["update", "applied", "fast_inference"])
+@for_each("restarts", [False, True])
+def test_what_c_code_has_installed_stays(work, restarts, tmp_path) -> None:
+    """A chained faulthandler dumps the stacks after a section as before, and calls may be restarted."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        signal.siginterrupt(signal.SIGUSR1, not restarts)
+        flags = []
+        with (tmp_path / "stacks").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, chain=True)
+            sizes = []
+            for _ in range(2):
+                signal.raise_signal(signal.SIGUSR1)
+                sizes.append((tmp_path / "stacks").stat().st_size)
+                use(work, plain())
+            faulthandler.unregister(signal.SIGUSR1)
+        for _ in range(2):
+            action = ctypes.create_string_buffer(256)
+            interrupts._sigaction(int(signal.SIGUSR1), None, action)
+            flags.append(action.raw[FLAGS])
+            use(work, plain())
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert seen == [signal.SIGUSR1] * 2
+    assert 0 < sizes[0] < sizes[1]
+    assert flags[0] == flags[1]
+
+
+@pytest.mark.posix
+def test_each_signal_that_has_waited_is_handled() -> None:
+    """Also after one whose handler raises."""
+    seen = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), uninterrupted():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGUSR1)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+    assert seen == [signal.SIGUSR1]
+
+
+@pytest.mark.posix
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_that_is_forked_during_a_section_has_the_handlers() -> None:
+    """The section ends in the parent alone."""
+    codes = []
+
+    def fork() -> None:
+        child = os.fork()
+        if not child:
+            is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            os._exit(0 if is_default and interrupts._Process.lock.acquire(blocking=False) else 1)
+        codes.append(os.waitpid(child, 0)[1])
+
+    with uninterrupted():
+        worker = threading.Thread(target=fork)
+        worker.start()
+        worker.join()
+
+    assert codes == [0]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
