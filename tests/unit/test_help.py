@@ -65,7 +65,7 @@ def test_every_drop_in_has_such_help() -> None:
     expected = {
         "modkit.nn.Module",
         "modkit.nn.Module.load_state_dict",
-        "modkit.nn.Module.float",
+        "modkit.nn.Module.to",
         "modkit.nn.Module._load_from_state_dict",
         "modkit.optim.swa_utils.AveragedModel",
         "modkit.optim.swa_utils.AveragedModel.update_parameters",

