@@ -14,7 +14,6 @@ from modkit.compat.model import Target, TargetError, compare, failed
 from modkit.compat.run import Report, run
 from modkit.compat.suite import Kind, Suite, SuiteError, SuiteReport, compare_suite, project_of
 from modkit.errors import printable
-from modkit.files.atomic_write import atomic_write
 
 
 def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
@@ -54,7 +53,6 @@ class _NothingComparedError(click.ClickException):
 @click.option(
     "--keep-going", is_flag=True, help="Go on after a crash or a file that fails to load."
 )
-@click.option("--html", "page", type=ui.OUTPUT, help="Write a self-contained page with all tables.")
 @ui.json_option
 def compat(
     arguments: tuple[str, ...],
@@ -62,7 +60,6 @@ def compat(
     tests: tuple[str, ...],
     processes: int,
     keep_going: bool,
-    page: Path | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -84,13 +81,13 @@ def compat(
       modkit compat
       modkit compat --area "forward hooks" --json
       modkit compat my_package.models:Net --kwargs '{"width": 64}' --input 8,3,32,32
-      modkit compat train.py:make_model --input train.py:make_inputs --html report.html
+      modkit compat train.py:make_model --input train.py:make_inputs
       modkit compat --tests tests/ -n 4 -- -m "not slow"
     """  # noqa: D301
     if tests:
         # Options that were not given are empty here: the defaults of --args and --kwargs are
         # parsed.
-        if chosen or page or any(value for name, value in options.items() if name != "swap"):
+        if chosen or any(value for name, value in options.items() if name != "swap"):
             raise click.UsageError("--tests takes only --swap, -n, --keep-going and --json")
         _compare_tests(
             tests,
@@ -105,9 +102,6 @@ def compat(
         raise click.UsageError("-n and --keep-going need --tests")
     if len(arguments) > 1:
         raise click.UsageError(f"one TARGET is compared at a time, got {len(arguments)}")
-    # Before the comparison, which may take minutes.
-    if page and not page.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {page.parent}")
 
     if arguments:
         if chosen:
@@ -118,14 +112,11 @@ def compat(
             raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
         report = _compare_behaviors(chosen)
 
-    if page:
-        with atomic_write(page) as file:
-            file.write_text(report.as_html(), encoding="utf-8")
     if as_json:
         ui.print_json(report.as_json())
     else:
         for title, headings, rows in report.tables():
-            # They are in docs/differences.md with their reasons. JSON and the page have them, too.
+            # They are in docs/differences.md with their reasons. JSON has them, too.
             if title != "Listed differences":
                 ui.print_table(headings, rows, title)
     if failed(report.results):

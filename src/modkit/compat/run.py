@@ -1,6 +1,5 @@
 """Run the shared behaviors with torch and with modkit, and report the results."""
 
-import html
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,6 @@ SHOWN: Final = 400
 # Shared behaviors may raise; a check of a model that raises on both sides has compared nothing.
 NOT_COMPARED: Final = "not compared"
 KINDS: Final = ("equal", "listed", "unlisted", NOT_COMPARED)
-_PAGE: Final = """<!doctype html><html lang="en"><meta charset="utf-8"><title>modkit compat</title>
-<style>body{font:15px system-ui,sans-serif;margin:2em} table{border-collapse:collapse}
-td,th{border:1px solid #8886;padding:.3em .6em;text-align:left;overflow-wrap:anywhere}</style>
-"""
 
 
 class Result(NamedTuple):
@@ -221,19 +216,3 @@ class Report:
             "areas": self.counts(),
             "results": results,
         }
-
-    def as_html(self) -> str:
-        """Return a self-contained page with all tables.
-
-        Returns:
-            HTML; all texts are escaped.
-        """
-        lines = [_PAGE]
-        for title, headings, rows in self.tables():
-            lines.append(f"<h1>{html.escape(title)}</h1>\n<table>")
-            for tag, row in [("th", headings), *(("td", row) for row in rows)]:
-                # The end tags of cells and rows are optional in HTML.
-                cells = [f"<{tag}>{html.escape(cell)}" for cell in row]
-                lines.append("".join(["<tr>", *cells]))
-            lines.append("</table>")
-        return "\n".join(lines)

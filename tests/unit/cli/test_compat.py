@@ -71,11 +71,10 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("user_script", None)
 
 
-def test_behaviours_of_an_area(tmp_path: Path) -> None:
-    """The JSON, the page and the table have the counts; the table has no listed differences."""
-    found = run("--area", "conversion", "--json", "--html", tmp_path / "a.html")
+def test_behaviours_of_an_area() -> None:
+    """The JSON and the table have the counts; the table has no listed differences."""
+    found = run("--area", "conversion", "--json")
     report = json.loads(found.stdout)
-    page = (tmp_path / "a.html").read_text(encoding="utf-8")
     table = run("--area", "conversion").stdout
 
     cases = len(areas()["conversion"])
@@ -83,9 +82,6 @@ def test_behaviours_of_an_area(tmp_path: Path) -> None:
     assert report["areas"]["all"]["unlisted"] == 0
     assert DIFFERENCES["conversion: channels_last with volumes"].reason in found.stdout
     assert f" {cases} " in table
-    assert f"<td>{cases}" in page
-    assert DIFFERENCES["conversion: channels_last with volumes"].reason in page
-    assert [text for text in ("src=", "href=", "<script", "@import", "url(") if text in page] == []
     assert "Listed differences" not in table
 
 
@@ -134,7 +130,7 @@ def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "        return self.head(x)\n"
     )
     monkeypatch.chdir(tmp_path)
-    found = run("whole.py:Whole", "--kwargs", '{"width": 2}', "--html", "a.html")
+    found = run("whole.py:Whole", "--kwargs", '{"width": 2}')
 
     assert found.exit_code == 0
     made = "called with float32 (2, 3), made for its first layers"
@@ -148,7 +144,6 @@ def test_a_model_that_is_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert text in " ".join(found.output.split())
     assert "differs" not in found.output
     assert found.stderr.splitlines()[1:3] == ["  structure", "  text"]
-    assert "<td>torch.fx.symbolic_trace<td>equal" in (tmp_path / "a.html").read_text("utf-8")
 
 
 @pytest.mark.usefixtures("forked_models")
@@ -180,10 +175,9 @@ def test_a_model_that_differs(script: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_models")
-def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
+def test_an_input_that_does_not_fit(script: Path) -> None:
     """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
-    page = tmp_path / "a.html"
-    found = run(f"{script}:Net", "--input", "2,5", "--json", "--html", page)
+    found = run(f"{script}:Net", "--input", "2,5", "--json")
 
     report = json.loads(found.stdout)
     kinds = {each["case"]: each["kind"] for each in report["results"]}
@@ -191,7 +185,6 @@ def test_an_input_that_does_not_fit(script: Path, tmp_path: Path) -> None:
     assert report["title"].endswith("called with float32 (2, 5)")
     assert (kinds["output in evaluation mode"], kinds["pickle"]) == ("not compared", "equal")
     assert report["areas"]["all"]["not compared"] == 5
-    assert "<td>torch.export<td>not compared: each raises" in page.read_text("utf-8")
 
 
 CHANCE = """

@@ -90,7 +90,7 @@ OPTIONS = [
     *("average net|-o|out.pt|--dtype|int8", "average net|-o|out.pt|--prefix|net."),
     *("average net|-o|out.pt|--key|model", "average nested|-o|out.pt|--key|model.w"),
     *("average net|-o|out.pt|--ema-sigma|0", "average net|-o|out.pt|--ema-sigma|0.1"),
-    *("average net|-o|-", "compat --html|-", "convert net|-o|-"),
+    *("average net|-o|-", "convert net|-o|-"),
     *("average folder|-o|out.pt|--ema-sigma|0.1", "verify", "verify net|--write-sha256sums|-"),
     *("convert net", "convert net|-o|net|--overwrite", "convert nested|-o|out.pt|--key|x"),
     *("average net|shape|--dry-run", "average -o"),
@@ -102,14 +102,13 @@ OTHERS = [
     *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
     *('compat --kwargs|{"a": 1}', "compat net:f|--args|[1", "compat net:f|--kwargs|[1]"),
     *("compat nothing", "compat missing.py:f", "compat broken.py:f", "compat leaves.py:f"),
-    *("compat --html|folder", "compat --html|no/such/a.html"),
 ]
 # 2 for a wrong command line; `diff` has it for wrong files, too, since its 1 says that two differ.
 WRONG_USE = [
     *("average net|-o|out.pt|--weights|1,2", "average net|-o|out.pt|--weights|nan"),
     *("average net|-o|out.pt|--weights|-1", "average net|-o|out.pt|--weights|0"),
     *("average net|-o|-", "inspect net|--sha256|zz", "inspect net|net|--sha256|" + "0" * 64),
-    *("inspect missing", "verify", "verify missing", "convert net|-o|-", "compat --html|-"),
+    *("inspect missing", "verify", "verify missing", "convert net|-o|-"),
     *(line for line in [*DIFF, *OPTIONS] if line.startswith("diff")),
 ]
 # 1 for a file that is not known and intact.
