@@ -624,13 +624,6 @@ ROWS: Final = (
     ),
     _row(
         "torch",
-        "`modules()` has no `remove_duplicate` | It has it, as in newer torch",
-        NO_ISSUE,
-        "tests/parity/module/test_traversal.py::test_modules",
-        torch="<2.11",
-    ),
-    _row(
-        "torch",
         "The first element of a longer vector loads into a scalar, and an empty one raises "
         "IndexError | Only one element loads, as in newer torch",
         NO_ISSUE,

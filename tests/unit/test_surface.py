@@ -1,11 +1,9 @@
 import collections
 import inspect
 
-import pytest
 import torch
 
 import modkit.nn
-from tests.capabilities import MODULES_CAN_REPEAT
 from tests.cases import for_each
 from tests.helpers import Implementation
 
@@ -56,9 +54,6 @@ def test_no_public_name_is_missing_or_added() -> None:
 @for_each("name", [*METHODS, *DOCUMENTED_PRIVATE])
 def test_signatures_are_equal(name: str) -> None:
     """Parameter names, kinds, order and defaults are torch's, annotations aside."""
-    if name == "modules" and not MODULES_CAN_REPEAT:
-        pytest.skip("test_traversal.py::test_modules shows the difference")
-
     assert shape(getattr(OURS, name)) == shape(getattr(BASE, name))
 
 

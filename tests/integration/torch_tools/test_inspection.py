@@ -27,10 +27,6 @@ def shown(text: str) -> str:
     return re.sub(r"0x[0-9a-f]+", "0x", re.sub(r'(File )?"?/\S*/(\w+\.py)"?', r"\2", text))
 
 
-# Before torch 2.11 only modkit's ``modules()`` has arguments, a listed difference.
-WITHOUT_ARGUMENTS = inspect.signature(torch.nn.Module.modules).parameters.keys() == {"self"}
-
-
 def parameters(function: Any) -> list[Any]:
     """Return names, kinds and defaults. Methods that modkit overrides have more annotations."""
     found = inspect.signature(function).parameters.values()
@@ -49,11 +45,7 @@ def test_the_inspect_module(name: str) -> None:
             functions = dict(inspect.getmembers(net, inspect.ismethod))
             return (
                 shown(str(inspect.signature(cls))),
-                {
-                    name: parameters(each)
-                    for name, each in functions.items()
-                    if not (WITHOUT_ARGUMENTS and name == "modules")
-                },
+                {name: parameters(each) for name, each in functions.items()},
                 inspect.getsource(cls).replace(impl.nn.__name__, "nn"),
                 inspect.getsourcelines(cls.forward),
                 inspect.getdoc(cls),

@@ -11,7 +11,6 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-from tests.models import child_leaf, leaf
 
 
 @pytest.mark.parametrize("flag", [False, True])
@@ -48,49 +47,6 @@ def test_init_passes_arguments_on_with_call_super_init(impl: Implementation) -> 
 
     assert module.mixed == (1, 2)
     assert list(module.parameters()) == []
-
-
-@for_each("arguments", [((), {}), ((1,), {}), ((), {"a": 1}), ((1,), {"a": 1})])
-@for_each("flag", [False, True])
-def test_constructor_errors(arguments, flag):
-    """Arguments without a receiver raise the same error as in torch, flag or not."""
-    args, keywords = arguments
-
-    def scenario(impl):
-        class Net(impl.Module):
-            call_super_init = flag
-
-        return list(vars(Net(*args, **keywords)))
-
-    assert same(scenario)
-
-
-def test_a_fresh_module_has_the_state_of_torch(impl: Implementation) -> None:
-    """A user's module has the same instance attributes as torch's, in the same order."""
-
-    class Own(impl.Module):
-        pass
-
-    assert list(vars(Own())) == list(vars(torch.nn.Module()))
-    assert freeze(vars(Own())) == freeze(vars(torch.nn.Module()))
-
-
-def test_init_of_torchs_class_leaves_a_working_module(impl: Implementation) -> None:
-    """Calling ``torch.nn.Module.__init__`` by its name initializes a module of either kind."""
-
-    class Net(impl.Module):
-        def __init__(self):
-            torch.nn.Module.__init__(self)
-            self.weight = torch.nn.Parameter(torch.ones(2))
-
-        def forward(self, value):
-            return value * self.weight
-
-    module = Net()
-
-    assert list(vars(module)) == list(vars(child_leaf(impl)))
-    assert torch.equal(module(torch.ones(2)), torch.ones(2))
-    assert list(module.state_dict()) == ["weight"]
 
 
 def test_an_abstract_module(impl: Implementation) -> None:
@@ -372,36 +328,6 @@ def test_the_source_of_a_public_class(impl: Implementation, name: str) -> None:
     home = getattr(impl, parents[0]) if parents else impl
 
     assert inspect.getsource(getattr(home, name)).lstrip().startswith(f"class {name}")
-
-
-def test_an_instance_may_set_call_super_init_in_front(impl: Implementation) -> None:
-    """The flag is read from the instance, so a mixin in front can switch it."""
-
-    class Front:
-        def __init__(self, value):
-            vars(self)["call_super_init"] = True
-            super().__init__(value)
-
-    class Back:
-        def __init__(self, value):
-            self.value = value
-
-    class Net(Front, impl.Module, Back):
-        pass
-
-    assert Net(4).value == 4
-
-
-def test_a_second_init_empties_the_module(impl: Implementation) -> None:
-    """``__init__`` on an initialized module starts from empty registries; plain values stay."""
-    module = leaf(impl)
-    module.eval()
-    impl.Module.__init__(module)
-
-    assert list(module.named_parameters()) == []
-    assert list(module.state_dict()) == []
-    assert module.training is True
-    assert module.flag == 3
 
 
 def test_a_method_that_was_patched_and_put_back_leaves_no_trace() -> None:

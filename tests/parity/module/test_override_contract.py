@@ -452,39 +452,6 @@ def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
     ]
 
 
-def test_a_class_behind_module_sees_the_mode_being_set(impl: Implementation) -> None:
-    """Both `__init__` and `train` set the attribute so that a class behind `Module` may see it."""
-
-    class Watch:
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            seen.append((name, value))
-
-    class Watched(plain(impl), Watch):
-        pass
-
-    seen: list[Any] = []
-    net = plain(impl)()
-    net.child = Watched()
-    assert ("training", True) in seen
-    seen.clear()
-    net.eval()
-
-    assert seen == [("training", False)]
-
-
-@pytest.mark.parametrize("kind", ["Tanh", "Parameter"])
-def test_a_member_named_training_refuses_the_mode(impl: Implementation, kind: str) -> None:
-    """`train` sets the attribute by assignment, which refuses to replace a member by a bool."""
-    net = plain(impl)()
-    net.child = plain(impl)()
-    net.child.training = getattr(impl.nn, kind)(*[torch.ones(1)] * (kind == "Parameter"))
-
-    with pytest.raises(TypeError, match=r"cannot assign 'bool' .*'training'"):
-        net.eval()
-    assert not isinstance(net.child.training, bool)
-
-
 def watched(impl: Implementation):
     """Return a module whose class has a `__getattr__`, and the names that it is asked for."""
 
@@ -585,20 +552,6 @@ def test_instances_and_subclasses_of_a_users_class(impl: Implementation) -> None
     assert not issubclass(int, impl.nn.Module)
     with pytest.raises(TypeError, match="must be a class"):
         issubclass(1, impl.nn.Module)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-def test_state_dict_set_on_an_instance_below(impl, depth):
-    """A `state_dict` that was assigned to a child is called, with torch's arguments."""
-    calls = []
-    child = model = impl.own.Linear(1, 1)
-    for _ in range(depth):
-        model = impl.own.Sequential(model)
-    child.state_dict = lambda *args, **kwargs: calls.append((args, sorted(kwargs)))
-    keys = list(model.state_dict())
-
-    assert calls == [((), ["destination", "keep_vars", "prefix"])]
-    assert keys == []
 
 
 @pytest.mark.parametrize("strict", [False, True])
