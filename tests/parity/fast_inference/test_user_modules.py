@@ -1,11 +1,9 @@
 """Users' modules inside the block: `forward` is called directly, and whatever torch would notice counts."""
 
-import ast
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -13,7 +11,6 @@ import torch
 from torch import fx, nn
 
 import modkit
-from modkit.fast_inference import runs
 from tests.cases import for_each
 from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.nets import batch, net
@@ -39,25 +36,6 @@ def _clean_global_hooks() -> Iterator[None]:
 def user_module(impl, forward=lambda self, x: x * 2, **namespace):
     """Make a module of a new class of a user, with these attributes."""
     return type("Net", (impl.nn.Module,), {"forward": forward, **namespace})()
-
-
-def test_the_page_shows_the_function_that_is_generated(monkeypatch):
-    """The README shows the function of `Sequential(Linear, ReLU)`."""
-    readme = Path(modkit.__file__).parent / "fast_inference" / "README.md"
-    page = readme.read_text(encoding="utf-8")
-    shown = page.split("```python\n")[1].partition("```")[0]
-    sources = []
-
-    def recorded(source, namespace):
-        sources.append(source)
-        exec(source, namespace)
-
-    monkeypatch.setattr(runs, "exec", recorded, raising=False)
-    runs._maker.cache_clear()
-    with modkit.fast_inference(nn.Sequential(nn.Linear(2, 2), nn.ReLU())):
-        (generated,) = sources
-
-    assert ast.dump(ast.parse(shown)) == ast.dump(ast.parse(generated))
 
 
 def test_forward_is_called_without_torchs_path(impl):
