@@ -1029,6 +1029,12 @@ class EMA(Generic[ModelT_co]):
             self._steps.load(loaded.stepped)
             self._writes = self._engine.writes()
 
+    def __copy__(self) -> NoReturn:
+        raise TypeError(
+            "EMA: copy.copy() would share the averages, with counters of its own. Use "
+            "copy.deepcopy((model, ema)) for an independent pair, or averaged_model()."
+        )
+
     def __getstate__(self) -> dict[str, Any]:
         # A copied model does not hold the average any more: it gets the training weights. They are
         # paired with tensors, because a model that holds its own averages is not complete when

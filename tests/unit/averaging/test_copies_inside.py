@@ -160,3 +160,16 @@ def test_memory_that_is_shared_inside_is_not_a_write(place: str) -> None:
     with pytest.raises(RuntimeError, match="written to inside"), callback.evaluating():
         callback.model.share_memory()
         nn.init.zeros_(callback.model[0].weight)
+
+
+@for_each("place", PLACES)
+def test_a_shallow_copy_is_refused(place: str) -> None:
+    """It would share the averages and the model, which keep what they hold in a block."""
+    callback = trained("copy")
+    expected = values_of(callback)
+    with PLACES[place](callback):
+        inside = values_of(callback)
+        with pytest.raises(TypeError, match=r"Use copy\.deepcopy\(\(model, ema\)\)"):
+            copy.copy(callback.ema)
+        assert equal(values_of(callback), inside)
+    assert equal(values_of(callback), expected)
