@@ -1,15 +1,16 @@
 """``EMA``: averages of a model's parameters, stored by name, without a second model."""
 
-import warnings
+import copy
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
-from typing_extensions import Self, TypeVar
+from typing_extensions import ParamSpec, Self, TypeVar
 
-from modkit._interrupts import uninterrupted
+from modkit._interrupts import critical, uninterrupted
 from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
@@ -52,6 +53,21 @@ __all__ = ["EMA", "EMAOptions"]
 _TRAINED: Final = 10
 
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+def _section(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
+    """Run a method that makes tensors in one critical section, checks included."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        # Tensors that are made in inference mode could not be averaged outside of it. In this
+        # order: leaving inference mode turns gradients on.
+        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
 
 
 class EMA(Generic[ModelT_co]):
@@ -316,6 +332,7 @@ class EMA(Generic[ModelT_co]):
         return f"{type(self).__name__}({type(self.model).__name__}, {schedules}, {counts})"
 
     @never_compiled
+    @_section
     def update(self, model: torch.nn.Module | None = None) -> None:
         """Update the averages with the present parameters; call it after ``optimizer.step()``.
 
@@ -353,32 +370,31 @@ class EMA(Generic[ModelT_co]):
         if source is self.model and self._steps.optimizers:
             self._steps.warn_if_updated()
 
-        # In this order: leaving inference mode turns gradients on.
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
-            step = self.step + 1
-            start = self._start
-            every = self.update_every
-            count = 0 if start is None else step - start
-            is_due = step > self.update_after_step if start is None else count % every == 0
-            if not is_due:
-                self.step = step
-                return
-
-            weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
-            taken = self._engine.step(source, Ema(weights), count)
-
-            # Counters change after the step: if that raises, the update has not taken place.
-            if taken:
-                self._start = step if start is None else start
-                self.n_averaged += 1
-            elif start is not None:
-                # Schedules count from here, so that a skipped step has no part in any of them.
-                self._start = start + every
-            if self._module is not None:
-                self._follow()
+        # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
+        step = self.step + 1
+        start = self._start
+        every = self.update_every
+        count = 0 if start is None else step - start
+        is_due = step > self.update_after_step if start is None else count % every == 0
+        if not is_due:
             self.step = step
+            return
 
+        weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
+        taken = self._engine.step(source, Ema(weights), count)
+
+        # Counters change after the step: if that raises, the update has not taken place.
+        if taken:
+            self._start = step if start is None else start
+            self.n_averaged += 1
+        elif start is not None:
+            # Schedules count from here, so that a skipped step has no part in any of them.
+            self._start = start + every
+        if self._module is not None:
+            self._follow()
+        self.step = step
+
+    @_section
     def rebind(self) -> None:
         """Adapt the averages to the model's present parameters: copy new ones, drop missing ones.
 
@@ -407,9 +423,8 @@ class EMA(Generic[ModelT_co]):
             ['0.weight', '1.weight']
         """
         self._check_restored("EMA.rebind()", self.model)
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            self._engine.rebind()
-            self._follow()
+        self._engine.rebind()
+        self._follow()
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer takes, until :meth:`detach`.
@@ -561,6 +576,7 @@ class EMA(Generic[ModelT_co]):
         for name in new:
             warn_user(MSG_COPY_WRITTEN.format(name=name))
 
+    @critical
     def copy_to(self, model: torch.nn.Module | None = None, *, index: int = 0) -> None:
         """Copy an average into a model; no effect before the first update.
 
@@ -597,21 +613,21 @@ class EMA(Generic[ModelT_co]):
             2.0
         """
         target = self.model if model is None else model
-        with uninterrupted(), torch.no_grad():
-            pairs = self._pairing(target, index).pairs
-            check_writable(pairs)
-            for _, tensor, value in pairs:
-                write(tensor, value)
-            forget_casts()
+        pairs = self._pairing(target, index).pairs
+        check_writable(pairs)
+        for _, tensor, value in pairs:
+            write(tensor, value)
+        forget_casts()
 
-            if self._stored:
-                # ``target`` may be a wrapper of the model, or another model.
-                own = {id(member.tensor) for member in NamedTensors(self.model).all().values()}
-                names = [name for name, tensor, _ in pairs if id(tensor) in own]
-                tensors = [tensor for _, tensor, _ in pairs if id(tensor) in own]
-                versions = versions_of(tensors)
-                self._overwritten = list(zip(names, tensors, versions, strict=True))
+        if self._stored:
+            # ``target`` may be a wrapper of the model, or another model.
+            own = {id(member.tensor) for member in NamedTensors(self.model).all().values()}
+            names = [name for name, tensor, _ in pairs if id(tensor) in own]
+            tensors = [tensor for _, tensor, _ in pairs if id(tensor) in own]
+            versions = versions_of(tensors)
+            self._overwritten = list(zip(names, tensors, versions, strict=True))
 
+    @_section
     def store(self) -> None:
         """Store a copy of what :meth:`copy_to` replaces, until :meth:`restore`.
 
@@ -626,13 +642,11 @@ class EMA(Generic[ModelT_co]):
             ValueError: If a parameter is uninitialized (lazy).
         """
         self._check_restored("EMA.store()", self.model)
-        # A copy that is made in inference mode could not be trained outside of it, nor can one be
-        # made of a DTensor there.
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            named = NamedTensors(self.model)
-            names = self._engine.names() or dict.fromkeys(named.all())
-            self._stored = {name: named.tensor(name).detach().clone() for name in names}
+        named = NamedTensors(self.model)
+        names = self._engine.names() or dict.fromkeys(named.all())
+        self._stored = {name: named.tensor(name).detach().clone() for name in names}
 
+    @critical
     def restore(self) -> None:
         """Copy the training weights of :meth:`store` back into the model, and drop them.
 
@@ -652,17 +666,15 @@ class EMA(Generic[ModelT_co]):
         pairs = zip(self._overwritten, versions, strict=True)
         changed = [name for (name, _, before), version in pairs if version != before]
 
-        with uninterrupted(), torch.no_grad():
-            write_all(self.model, self._stored)
-            self._stored = {}
-            self._overwritten = []
+        write_all(self.model, self._stored)
+        self._stored = {}
+        self._overwritten = []
 
         if changed:
-            warnings.warn(
+            warn_user(
                 f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held "
                 "the averaged weights; that change is replaced by the stored training weights. To "
-                "train the average, call copy_to() without store() and restore().",
-                stacklevel=2,
+                "train the average, call copy_to() without store() and restore()."
             )
 
     def update_bn(
@@ -734,6 +746,7 @@ class EMA(Generic[ModelT_co]):
                 self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
                 self._follow()
 
+    @_section
     def averaged_model(self, index: int = 0) -> ModelT_co:
         """Return a copy of the model with averaged weights, in eval mode, without gradients.
 
@@ -761,16 +774,15 @@ class EMA(Generic[ModelT_co]):
             >>> model.training, model.weight.requires_grad
             (False, False)
         """
-        # Tensors that are made in inference mode could not be trained outside of it.
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            model = copy_of(self.model)
-            self.copy_to(model, index=index)
+        model = copy_of(self.model)
+        self.copy_to(model, index=index)
         # One by one: a ScriptModule has no ``requires_grad_``.
         for parameter in model.parameters():
             parameter.requires_grad_(False)
         return model.eval()
 
     @property
+    @_section
     def module(self) -> ModelT_co:
         """A copy of the model with the first average, in eval mode, without gradients.
 
@@ -803,14 +815,12 @@ class EMA(Generic[ModelT_co]):
             >>> module.weight.item()
             1.25
         """
-        # Tensors that are made in inference mode could not be written to outside of it.
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            self._pairing(self.model, 0)
-            self._follow(always=True)
-            if self._module is None:
-                self._module = AveragedCopy(self.averaged_model())
-                named = NamedTensors(self.model)
-                self._module.refresh(named, self._engine.named(0))
+        self._pairing(self.model, 0)
+        self._follow(always=True)
+        if self._module is None:
+            self._module = AveragedCopy(self.averaged_model())
+            named = NamedTensors(self.model)
+            self._module.refresh(named, self._engine.named(0))
         return self._module.module
 
     def _follow(self, *, always: bool = False) -> None:
@@ -848,6 +858,7 @@ class EMA(Generic[ModelT_co]):
         """
         return self.module(*args, **kwargs)
 
+    @_section
     def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
         """Move and cast the averages, and keep later ones there; None leaves device or dtype.
 
@@ -885,11 +896,11 @@ class EMA(Generic[ModelT_co]):
             )
             self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
 
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            self._engine.to(None if device is None else torch.device(device), dtype)
-            self._follow()
+        self._engine.to(None if device is None else torch.device(device), dtype)
+        self._follow()
         return self
 
+    @critical
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next update depends on: numbers, strings and tensors, not copied.
 
@@ -998,36 +1009,37 @@ class EMA(Generic[ModelT_co]):
         self._load(loaded)
 
         if loaded.raw:
-            warnings.warn(
+            warn_user(
                 "EMA: the state was saved inside applied(), or between copy_to() and restore(); "
                 "its training weights are loaded into the model. Load the state of the model "
-                "before this one, because it holds the average",
-                stacklevel=2,
+                "before this one, because it holds the average"
             )
 
+    @_section
     def _load(self, loaded: ema_state.LoadedState) -> None:
         """Load a valid state; it is compared with the model before anything changes."""
-        with uninterrupted(), torch.inference_mode(False), torch.no_grad():
-            named = NamedTensors(self.model)
-            with ema_state.migrated(loaded, self.model) as current:
-                ema_state.check_raw(current.raw, named)
-                raw = [(named.tensor(name), value) for name, value in current.raw.items()]
-                if loaded.start is None:
-                    self._engine.reset()
-                else:
-                    self._engine.load(current, named)
-            for tensor, value in raw:
-                write(tensor, value)
-            self._follow()
+        # Another thread may have swapped an average in since.
+        self._check_restored("EMA.load_state_dict()", self.model)
+        named = NamedTensors(self.model)
+        with ema_state.migrated(loaded, self.model) as current:
+            ema_state.check_raw(current.raw, named)
+            raw = [(named.tensor(name), value) for name, value in current.raw.items()]
+            if loaded.start is None:
+                self._engine.reset()
+            else:
+                self._engine.load(current, named)
+        for tensor, value in raw:
+            write(tensor, value)
+        self._follow()
 
-            self.step = loaded.step
-            self._start = loaded.start
-            self.n_averaged = loaded.n_averaged
-            self.schedules = loaded.schedules
-            self.update_every = loaded.update_every
-            self.update_after_step = loaded.update_after_step
-            self._steps.load(loaded.stepped)
-            self._writes = self._engine.writes()
+        self.step = loaded.step
+        self._start = loaded.start
+        self.n_averaged = loaded.n_averaged
+        self.schedules = loaded.schedules
+        self.update_every = loaded.update_every
+        self.update_after_step = loaded.update_after_step
+        self._steps.load(loaded.stepped)
+        self._writes = self._engine.writes()
 
     def __copy__(self) -> NoReturn:
         raise TypeError(
@@ -1035,6 +1047,14 @@ class EMA(Generic[ModelT_co]):
             "copy.deepcopy((model, ema)) for an independent pair, or averaged_model()."
         )
 
+    @critical
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # As ``copy.deepcopy`` does, while no other thread changes the averages.
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    @critical
     def __getstate__(self) -> dict[str, Any]:
         # A copied model does not hold the average any more: it gets the training weights. They are
         # paired with tensors, because a model that holds its own averages is not complete when

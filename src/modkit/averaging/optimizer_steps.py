@@ -1,7 +1,6 @@
 """Which calls of ``optimizer.step()`` are training steps, for averages with attached optimizers."""
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Self, override
 
+from modkit._messages import warn_user
 from modkit._upstream import (
     RemovableHandle,
     is_allocating_state,
@@ -367,11 +367,10 @@ class OptimizerSteps:
         if self._has_warned or self._versions is None or self._versions != self._versions_now():
             return
         self._has_warned = True
-        warnings.warn(
+        warn_user(
             "EMA.update() was called for a step by which an attached optimizer has already "
             "updated the averages, so the step counts twice. Call either attach() or update(); "
-            "detach() ends the updates by optimizers.",
-            stacklevel=3,
+            "detach() ends the updates by optimizers."
         )
 
     def _versions_now(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Evaluations that do not end in the order of a stack, and threads that share an average."""
 
 import asyncio
+import copy
 import gc
 import os
 import sys
@@ -171,14 +172,89 @@ def test_a_teacher_that_is_copied_beside_updates() -> None:
             set_to(net, float(step))
             ema.update()
 
-    def copy() -> None:
+    def copy_often() -> None:
         for _ in range(100):
             ema.copy_to(teacher)
             mixed.append(len({parameter.item() for parameter in teacher.parameters()}) > 1)
 
-    run_all(train, copy)
+    run_all(train, copy_often)
     assert len(mixed) == 100
     assert not any(mixed)
+
+
+@pytest.mark.usefixtures("switching")
+@for_each("read", ["state_dict", "deepcopy", "averaged_model"])
+def test_what_is_read_beside_updates_is_of_one_update(read: str) -> None:
+    """Counters fit each other, and so do the tensors of a copy."""
+    net = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(20)])
+    ema = modkit.EMA(net, 0.0)
+    mixed, counts = [], []
+    done = threading.Event()
+
+    def train() -> None:
+        for step in range(200):
+            set_to(net, float(step))
+            ema.update()
+        done.set()
+
+    def look() -> None:
+        while not done.is_set():
+            other = copy.deepcopy(ema) if read == "deepcopy" else ema
+            if read == "averaged_model":
+                values = [parameter.item() for parameter in ema.averaged_model().parameters()]
+                mixed.append(len(set(values)) > 1 and ema.step > 1)
+                continue
+            state = other.state_dict()
+            counts.append(state["step"] - state["n_averaged"])
+            if read == "deepcopy":
+                mixed.append(len({average.item() for _, average in other.named_averages()}) > 1)
+
+    run_all(train, look)
+    assert not any(mixed)
+    assert not any(counts)
+    assert len(mixed) + len(counts) > 10
+
+
+@for_each("call", ["update", "rebind", "store", "load_state_dict"])
+def test_a_block_that_begins_in_another_thread_is_noticed(call: str, monkeypatch: Any) -> None:
+    """It waits for the call, or the call is refused: none takes the average for training weights."""
+    net = nn.Linear(1, 1, bias=False)
+    ema = modkit.EMA(net, 0.5)
+    for value in 0.0, 8.0:
+        set_to(net, value)
+        ema.update()
+    arguments = (ema.state_dict(),) if call == "load_state_dict" else ()
+    begun, ended = threading.Event(), threading.Event()
+    check = modkit.EMA._check_restored
+
+    def evaluate() -> None:
+        with ema.applied():
+            begun.set()
+            ended.wait(60)
+
+    def checked(*arguments: Any) -> None:
+        check(*arguments)
+        if not worker.ident:
+            worker.start()
+            begun.wait(0.2)
+
+    worker = threading.Thread(target=evaluate)
+    monkeypatch.setattr(modkit.EMA, "_check_restored", checked)
+    # So that each call checks, as with an average of another model in a block.
+    ema._overwritten = [("weight", torch.zeros(1), 0)]
+    try:
+        if call == "load_state_dict":
+            with pytest.raises(RuntimeError, match=r"was called inside applied\(\)"):
+                ema.load_state_dict(*arguments)
+        else:
+            getattr(ema, call)(*arguments)
+        expected = 6.0 if call == "update" else 4.0
+    finally:
+        ended.set()
+        worker.join(60)
+
+    assert float(dict(ema.named_averages())["weight"]) == expected
+    assert all(value.item() == 8.0 for value in ema._stored.values())
 
 
 @pytest.mark.posix
