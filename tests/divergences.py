@@ -540,13 +540,6 @@ ROWS: Final = (
     ),
     _row(
         "lightzero",
-        "Strict loading refuses the unused blocks in checkpoints of versions 0.0.2 to 0.0.4 | "
-        "They are ignored",
-        NO_ISSUE,
-        "tests/unit/models/test_differences.py::test_checkpoint_of_early_versions",
-    ),
-    _row(
-        "lightzero",
         "The networks cannot be scripted | They can",
         NO_ISSUE,
         "tests/unit/models/test_differences.py::test_script",

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from modkit import nn
-from modkit.nn._load_plan import only_migrates
 
 
 if TYPE_CHECKING:
@@ -243,8 +242,6 @@ class PredictionNetwork(nn.Module):
 class DynamicsNetwork(nn.Module):
     """Predict the next latent state and the value prefix from a latent state and an action.
 
-    Checkpoints of LightZero 0.0.2 to 0.0.4 load too: their unused ``reward_resblocks`` are dropped.
-
     Args:
         observation_shape: Channels, height and width of an observation; used for LayerNorm only.
         action_encoding_dim: Number of input channels that hold the action; they come last.
@@ -373,16 +370,6 @@ class DynamicsNetwork(nn.Module):
         prefix, next_hidden_state = self.lstm(x.flatten(1).unsqueeze(0), reward_hidden_state)
         prefix = self.activation(self.norm_value_prefix(prefix.squeeze(0)))
         return next_latent_state, next_hidden_state, self.fc_reward_head(prefix)
-
-    @only_migrates
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        # Blocks that early versions of LightZero created and never called.
-        unused = prefix + "reward_resblocks."
-        for key in [key for key in state_dict if key.startswith(unused)]:
-            del state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def get_dynamic_mean(self) -> float:
         """Return the mean absolute weight of the first convolution and the residual blocks.

@@ -104,21 +104,6 @@ def test_no_planes_of_the_action(networks, planes):
         small(action_encoding_dim=planes).build(networks)
 
 
-def test_checkpoint_of_early_versions(networks):
-    """A checkpoint with the blocks that early versions never used loads strictly."""
-    network = CASES["BN"].build(networks)
-    scramble(network)
-    state = network.state_dict()
-    unused = {f"reward_{key}": value for key, value in state.items() if "resblocks" in key}
-    other = CASES["BN"].build(networks)
-
-    keys = other.load_state_dict({**state, **unused})
-
-    assert len(unused) == 12
-    assert keys == ([], [])
-    assert all(map(torch.equal, other.parameters(), network.parameters()))
-
-
 @scripted_tests
 @pytest.mark.parametrize(
     "name",

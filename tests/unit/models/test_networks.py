@@ -30,40 +30,6 @@ def equal(first, second):
     return all(torch.equal(one, other) for one, other in pairs)
 
 
-def old_checkpoint(net, prefix=""):
-    """A state dict as LightZero 0.0.4 writes it: with twelve keys for each block that is not used."""
-    state = net.state_dict()
-    unused = copy.deepcopy(net.resblocks).state_dict()
-    entries = {f"reward_resblocks.{key}": tensor for key, tensor in unused.items()}
-    return {prefix + key: tensor for key, tensor in {**state, **entries}.items()}
-
-
-# --- checkpoints ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("root", [nn.ModuleDict, torch.nn.ModuleDict], ids=["modkit", "torch"])
-def test_checkpoint_of_early_versions_within_a_model(network, root):
-    """They are left out of a network inside a model of either library, too."""
-    checkpoint = old_checkpoint(network, "dynamics.")
-    other = root({"dynamics": CASES["BN"].build()})
-
-    other.load_state_dict(checkpoint)
-
-    assert equal(list(other.parameters()), list(network.parameters()))
-
-
-def test_unexpected_key_is_still_reported(network):
-    """Keys of other names are unexpected, and nothing is written then."""
-    checkpoint = {**old_checkpoint(network), "reward_blocks.0.weight": torch.zeros(1)}
-    other = CASES["BN"].build()
-    before = copy.deepcopy(other.state_dict())
-
-    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\).*"reward_blocks.0.weight"\.'):
-        other.load_state_dict(checkpoint)
-
-    assert equal(list(other.state_dict().values()), list(before.values()))
-
-
 # --- activations ----------------------------------------------------------------------------------
 
 
