@@ -13,10 +13,9 @@ from torch import Tensor
 from modkit._namespace import publish_all
 from modkit.averaging.checkpoints import cast as cast_average
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.names import canonical_name, canonical_names
 from modkit.averaging.precision import compact
 from modkit.averaging.sharding import check_not_partitioned, is_sharded, whole_tensor
+from modkit.averaging.tensors import NamedTensors, canonical_name, canonical_names
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint

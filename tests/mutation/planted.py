@@ -107,7 +107,7 @@ _NN: Final = [
 _AVERAGING: Final = [
     Bug(
         "watch: a table of members that is replaced",
-        "averaging/watch.py",
+        "averaging/recipe.py",
         "        if all(map(operator.is_, current, self._tables)):\n            return False",
         "        if True:\n            return False",
         "tests/parity/averaging/test_changes_between_updates.py",
@@ -121,7 +121,7 @@ _AVERAGING: Final = [
     ),
     Bug(
         "EMA.module: a reference keeps the memory of former averages",
-        "averaging/averaged_copy.py",
+        "averaging/storage.py",
         "            if is_average and (value.dtype, value.device) == place:",
         "            if is_average and not self._shared and (value.dtype, value.device) == place:",
         _EMA + "/test_ema_module.py",
@@ -163,14 +163,14 @@ _AVERAGING: Final = [
     ),
     Bug(
         "names: several wrappers around a model",
-        "averaging/names.py",
+        "averaging/tensors.py",
         '    while len(parts) > 1 and parts[0] == "module":',
         '    if len(parts) > 1 and parts[0] == "module":',
         _EMA + "/test_watch.py",
     ),
     Bug(
         "names: the further names of tied tensors",
-        "averaging/named_tensors.py",
+        "averaging/tensors.py",
         "        return {*self.parameters, *self.buffers, *self.aliases}",
         "        return {*self.parameters, *self.buffers}",
         _EMA + "/test_ema_rebind.py",
@@ -184,7 +184,7 @@ _AVERAGING: Final = [
     ),
     Bug(
         "watch: a member in a table that was empty",
-        "averaging/watch.py",
+        "averaging/recipe.py",
         "            or any(self._empty)\n",
         "",
         _EMA + "/test_watch.py",
@@ -212,7 +212,7 @@ _AVERAGING: Final = [
     ),
     Bug(
         "groups: subclasses are averaged in a list with plain tensors",
-        "averaging/groups.py",
+        "averaging/rules.py",
         "*(_kind(average), _kind(current), name if alone else None),",
         "*(name if alone else None,),",
         _EMA + "/test_ema_swap.py",

@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from modkit._interrupts import critical
 from modkit._upstream import BatchNormBase
-from modkit.averaging.named_tensors import NamedTensors
+from modkit.averaging.tensors import NamedTensors
 
 
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")

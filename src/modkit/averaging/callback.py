@@ -11,11 +11,11 @@ from typing_extensions import TypeVar, Unpack
 from modkit._interrupts import critical
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.options import Device, EMAOptions, Options
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import resharded
-from modkit.averaging.swap import any_swapped, exchanged, pairs_for
+from modkit.averaging.swap import any_swapped, exchanged
+from modkit.averaging.tensors import NamedTensors, pairs_for
 
 
 __all__ = ["EMACallback", "EMAOptions"]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
-from modkit.averaging.names import check_match
 from modkit.averaging.precision import is_averaged, kept_dtype
+from modkit.averaging.tensors import check_match
 from modkit.errors import shown
 from modkit.files.tensor_files import Checkpoint
 

@@ -15,9 +15,7 @@ from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, state as ema_state
-from modkit.averaging.averaged_copy import AveragedCopy
 from modkit.averaging.engine import Engine, Pairing
-from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
     Buffers,
@@ -32,15 +30,14 @@ from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
 from modkit.averaging.sharding import reshard, resharded
-from modkit.averaging.swap import (
-    active_swaps,
-    any_swapped,
+from modkit.averaging.storage import AveragedCopy
+from modkit.averaging.swap import active_swaps, any_swapped, exchanged, raw_values
+from modkit.averaging.tensors import (
+    NamedTensors,
     check_writable,
     copy_of,
-    exchanged,
     forget_casts,
     give_memory,
-    raw_values,
     versions_of,
     write,
     write_all,

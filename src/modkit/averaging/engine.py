@@ -11,12 +11,8 @@ from torch.nn.parameter import is_lazy
 
 from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import precision, state as ema_state
-from modkit.averaging.averages import Average, Tensors
-from modkit.averaging.copies import Copies
-from modkit.averaging.named_tensors import Member, NamedTensors
-from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Options
-from modkit.averaging.plan import Cache, Plan
+from modkit.averaging.recipe import Cache, Copies, Plan, Watch
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
     check_not_flattened,
@@ -26,8 +22,17 @@ from modkit.averaging.sharding import (
     shards_of,
 )
 from modkit.averaging.state_checks import constructing
-from modkit.averaging.swap import Pairs, Registered, pairs_for, versions_of
-from modkit.averaging.watch import Watch
+from modkit.averaging.storage import Average, Tensors
+from modkit.averaging.swap import Registered
+from modkit.averaging.tensors import (
+    Member,
+    NamedTensors,
+    Pairs,
+    check_match,
+    pairs_for,
+    shapes_of,
+    versions_of,
+)
 
 
 class Pairing:

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from modkit.averaging import schedules as decays
-from modkit.averaging.names import canonical_names
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.state_checks import CheckedMapping, constructing, invalid_state
+from modkit.averaging.tensors import canonical_names
 
 
 State: TypeAlias = Mapping[str, Any]

@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias, TypedDict, cast, get_args
 import torch
 from torch import Tensor
 
-from modkit.averaging.named_tensors import Member, NamedTensors
 from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, is_averaged, kept_dtype
 from modkit.averaging.schedules import Decay
+from modkit.averaging.tensors import Member, NamedTensors
 
 
 # Globs of names (``"head.*"``), or a predicate.

@@ -20,15 +20,13 @@ from typing_extensions import Self
 
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.names import check_match, shapes_of
 from modkit.averaging.options import Device, Names, checked_count
 from modkit.averaging.precision import Precision, compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.sharding import whole_tensor
 from modkit.averaging.state import LoadedState, stored_average
 from modkit.averaging.state_checks import OWN_POSTHOC, CheckedMapping
-from modkit.averaging.swap import write
+from modkit.averaging.tensors import NamedTensors, check_match, shapes_of, write
 from modkit.errors import FileError
 from modkit.files.checkpoints import read_mapped, save_checkpoint
 from modkit.files.tensor_files import state_dict_at

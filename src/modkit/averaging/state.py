@@ -18,8 +18,6 @@ from torch import Tensor
 from modkit._messages import add_note
 from modkit.averaging import schedules as decays
 from modkit.averaging.foreign_states import Converted, State, convert
-from modkit.averaging.named_tensors import Member, NamedTensors
-from modkit.averaging.names import canonical_name, check_match, shapes_of
 from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite, is_averaged
 from modkit.averaging.schedules import Schedule
@@ -30,6 +28,7 @@ from modkit.averaging.state_checks import (
     described,
     invalid_state,
 )
+from modkit.averaging.tensors import Member, NamedTensors, canonical_name, check_match, shapes_of
 from modkit.errors import MigrationError, NameMismatchError
 
 

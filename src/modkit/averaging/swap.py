@@ -4,20 +4,17 @@ A swap is registered before its first write, and undoing it may be repeated. So 
 between, an error or a signal, the training weights can be restored from what is registered.
 """
 
-import copy
 import operator
 import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from typing_extensions import override
 
 from modkit._interrupts import critical
 from modkit._messages import (
@@ -28,183 +25,20 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit._upstream import PLAIN, copy_
-from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.names import check_match, shapes_of
+from modkit.averaging.recipe import Watch
 from modkit.averaging.sharding import (
-    has_shards,
-    is_flattened,
-    is_sharded,
     local_shard,
     reshard,
     sharded_places,
-    shards_of,
 )
-from modkit.averaging.watch import Watch
-
-
-ModelT = TypeVar("ModelT", bound=torch.nn.Module)
-
-# The name of a tensor, the tensor of a model, and the value that it is to have.
-Pair: TypeAlias = tuple[str, Tensor, Tensor]
-Pairs: TypeAlias = list[Pair]
-
-
-def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
-    """Pair values with the tensors of a model by name; only buffers may have another shape.
-
-    Args:
-        named: The tensors of the model.
-        values: The values by name.
-
-    Returns:
-        Name, present tensor of the model, and value, in the order of ``values``.
-
-    Raises:
-        NameMismatchError: If the model has no tensor of a name, or a parameter of another shape.
-    """
-    optional = {name: named.member(name) for name in values}
-    members = {name: member for name, member in optional.items() if member is not None}
-    shapes = {name: member.required_shape() for name, member in members.items()}
-    check_match("EMA: the averages do not fit the model", shapes_of(values), shapes)
-    # The model may have been sharded after its averages were made.
-    currents = {name: members[name].current() for name in values}
-    return [
-        (name, currents[name], shards_of(value, currents[name])) for name, value in values.items()
-    ]
-
-
-class _DetachedCopies(TorchFunctionMode):
-    """Deep-copies results of autograd, which modules may hold as attributes, as values."""
-
-    @override
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__deepcopy__ and not args[0].is_leaf:
-            tensor, memo = args
-            memo[id(tensor)] = tensor.detach().clone()
-            return memo[id(tensor)]
-        return func(*args, **(kwargs or {}))
-
-
-def copy_of(model: ModelT) -> ModelT:
-    """Return a deep copy of a model, which may hold results of autograd.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The copy.
-
-    Raises:
-        AssertionError: If the model is sharded, which torch refuses to copy.
-        RuntimeError: If torch refuses to copy a tensor that is not a result of autograd.
-        TypeError: If the model holds an object that cannot be copied, such as a lock.
-        Exception: Any other error of ``copy.deepcopy``.
-    """
-    try:
-        return _compacted(copy.deepcopy(model))
-    except (AssertionError, RuntimeError, TypeError) as error:
-        if isinstance(error, RuntimeError):
-            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
-            # to copy. If that was not the reason, the first error is the one to show.
-            with _DetachedCopies(), suppress(Exception):
-                return _compacted(copy.deepcopy(model))
-
-        if hasattr(model, "modules") and (has_shards(model) or is_flattened(model.modules())):
-            add_note(
-                error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
-            )
-        raise
-
-
-def _compacted(model: ModelT) -> ModelT:
-    """Return a copy after giving its recurrent layers on CUDA their weights in one piece.
-
-    So cuDNN wants them. Where they are not, torch compacts them at each call, with a warning.
-    """
-    # ``AveragedModel`` takes any object that can be copied, as torch's does.
-    for module in getattr(model, "modules", tuple)():
-        if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()
-    return model
-
-
-def check_writable(pairs: Iterable[Pair]) -> None:
-    """Check that tensors can be written to, before the first one is.
-
-    Args:
-        pairs: Name, tensor, and the value that it is to have.
-
-    Raises:
-        RuntimeError: If a tensor is expanded, on the meta device, or an inference tensor.
-    """
-    for name, tensor, _ in pairs:
-        kind = _read_only_kind(tensor)
-        if kind is not None:
-            raise RuntimeError(
-                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary "
-                "tensor, or use applied(), which exchanges storage. Nothing has been changed."
-            )
-
-
-def _read_only_kind(tensor: Tensor) -> str | None:
-    """Return what keeps a tensor from being written to, as errors name it; None if nothing does."""
-    if tensor.is_meta:
-        return "on the meta device"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "an inference tensor"
-
-    # Several elements of an expanded tensor are one in memory, which torch refuses to write to.
-    if tensor.layout is torch.strided and not is_sharded(tensor):
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        if any(size > 1 and stride == 0 for size, stride in strides):
-            return "an expanded tensor"
-    return None
-
-
-def write(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values.
-
-    Args:
-        tensor: The tensor.
-        value: Its values, of any dtype and device; full ones are sharded like the tensor. A buffer
-            may have had another shape: then the tensor gets new memory.
-    """
-    if tensor.shape == value.shape:
-        copy_(tensor, shards_of(value, tensor))
-    else:
-        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
-
-
-def give_memory(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values in memory of its own, which it may share with another tensor."""
-    if is_sharded(tensor) or is_wrapper(tensor):
-        # Their elements are exchanged in a swap, so they never share memory.
-        write(tensor, value)
-    else:
-        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
-
-
-def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give tensors of a model other values, by name.
-
-    Args:
-        model: The model.
-        values: The values by name. All names are looked up before the first write.
-
-    Raises:
-        NameMismatchError: If the model has no tensor of a name.
-    """
-    named = NamedTensors(model)
-    pairs = [(named.tensor(name), value) for name, value in values.items()]
-    for tensor, value in pairs:
-        write(tensor, value)
-    forget_casts()
-
-
-# Autocast keeps its casts of parameters until the outermost block ends. A model that has other
-# weights now would be called with those that it had before.
-forget_casts: Final[Callable[[], None]] = torch.clear_autocast_cache
+from modkit.averaging.tensors import (
+    NamedTensors,
+    Pair,
+    forget_casts,
+    pointers_of,
+    versions_of,
+    wrapper_places,
+)
 
 
 # Loops in C: no signal handler runs between two tensors.
@@ -446,7 +280,7 @@ class Swap:
     def _note(self) -> None:
         """Note versions and addresses, by which changes in the block are detected."""
         self.versions = self._versions_now()
-        self._pointers = _pointers(self._held)
+        self._pointers = pointers_of(self._held)
 
     def _versions_now(self) -> list[int]:
         versions = versions_of(self._tensors)
@@ -515,7 +349,7 @@ class Swap:
 
     def _problem(self, later: list["Swap"]) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""
-        pointers = _pointers(self._held)
+        pointers = pointers_of(self._held)
         versions = self._versions_now()
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
@@ -526,7 +360,7 @@ class Swap:
                 continue
             # Memory that was moved as a whole, by ``share_memory()``, is still that of the value.
             is_moved = pointers[index] != self._pointers[index]
-            is_replaced = is_moved and pointers[index] != _pointers([self._values[index]])[0]
+            is_replaced = is_moved and pointers[index] != pointers_of([self._values[index]])[0]
             is_written = versions[index] != self.versions[index]
             if not (is_replaced or is_written):
                 continue
@@ -543,7 +377,7 @@ class Swap:
 
     def _written(self, index: int) -> str:
         """Return the message for a write, which has reached the average if the memory is shared."""
-        (pointer,) = _pointers([local_shard(self._pairs[index][2])])
+        (pointer,) = pointers_of([local_shard(self._pairs[index][2])])
         # A wrapper has no address, and was written to.
         is_shared = pointer != 0 and pointer == self._pointers[index]
         return MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
@@ -597,25 +431,6 @@ def any_swapped(model: torch.nn.Module) -> bool:
     return any(raw_value(parameter) is not None for parameter in model.parameters())
 
 
-def is_wrapper(tensor: Tensor) -> bool:
-    """Return True for a subclass that wraps other tensors, which ``tensor.data = ...`` would keep.
-
-    It has elements, but no memory of its own.
-    """
-    if type(tensor) in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    return tensor.numel() > 0 and _pointer(tensor) == 0
-
-
-def wrapper_places(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the positions of the tensors that wrap others."""
-    return [
-        index
-        for index, tensor in enumerate(tensors)
-        if type(tensor) not in PLAIN and is_wrapper(tensor)
-    ]
-
-
 @torch.no_grad()
 def _write_elements(tensor: Tensor, value: Tensor) -> None:
     """Copy into a tensor, and adapt the versions by which writes of the user are detected."""
@@ -627,33 +442,6 @@ def _write_elements(tensor: Tensor, value: Tensor) -> None:
         # The latest swap has noted no versions yet while it writes.
         if index is not None and swap.versions:
             swap.versions[index] += sum(versions_of([tensor, held])) - before
-
-
-def _pointers(tensors: list[Tensor]) -> list[int]:
-    """Return the addresses of tensors' elements; of sparse tensors, those of the stored values."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:
-        return list(map(_pointer, tensors))
-
-
-def _pointer(tensor: Tensor) -> int:
-    try:
-        if tensor.layout is torch.strided:
-            return tensor.data_ptr()
-        is_coo = tensor.layout is torch.sparse_coo
-        return (tensor._values() if is_coo else tensor.values()).data_ptr()
-    except RuntimeError:
-        # Opaque layouts and wrappers have no address; their versions are compared all the same.
-        return 0
-
-
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    """Return the version counters of tensors; inference tensors have none."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @contextmanager

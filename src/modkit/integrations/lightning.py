@@ -26,11 +26,11 @@ from modkit.averaging.callback import (
     training_weights,
 )
 from modkit.averaging.ema import EMA
-from modkit.averaging.named_tensors import NamedTensors
 from modkit.averaging.optimizer_steps import check_optimizer, trains_any
 from modkit.averaging.options import CheckedCount, Device, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
+from modkit.averaging.tensors import NamedTensors
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import verify_checksums, write_checkpoint
 

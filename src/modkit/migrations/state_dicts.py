@@ -9,7 +9,7 @@ import torch
 
 from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY
-from modkit.averaging.names import canonical_name, canonical_names
+from modkit.averaging.tensors import canonical_name, canonical_names
 from modkit.errors import MigrationError
 from modkit.migrations.averages import (
     is_average_state,

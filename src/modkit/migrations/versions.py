@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modkit._renames import beginnings, paths_after
 from modkit._tree import descend
-from modkit.averaging.names import canonical_name
+from modkit.averaging.tensors import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import matches
 from modkit.migrations.steps import (

@@ -12,17 +12,13 @@ from typing_extensions import TypeVar, override
 from modkit._interrupts import uninterrupted
 from modkit._messages import add_note
 from modkit._upstream import never_compiled
-from modkit.averaging.averages import Average
-from modkit.averaging.copies import Copies
-from modkit.averaging.groups import Group
-from modkit.averaging.named_tensors import Member, NamedTensors
-from modkit.averaging.names import canonical_names, check_match
 from modkit.averaging.options import Buffers, Names, Options
-from modkit.averaging.plan import Cache, Plan
 from modkit.averaging.precision import HOST_DEVICES, OnNonfinite, Precision, is_averaged
-from modkit.averaging.rules import Count, Rule, Swa, UserFunction
+from modkit.averaging.recipe import Cache, Copies, Plan
+from modkit.averaging.rules import Count, Group, Rule, Swa, UserFunction
 from modkit.averaging.sharding import check_not_partitioned
-from modkit.averaging.swap import copy_of
+from modkit.averaging.storage import Average
+from modkit.averaging.tensors import Member, NamedTensors, canonical_names, check_match, copy_of
 from modkit.nn.module import Module
 from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgFn
 

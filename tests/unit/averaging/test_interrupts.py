@@ -21,7 +21,7 @@ from torch import nn
 import modkit
 from modkit import _interrupts as interrupts
 from modkit._interrupts import uninterrupted
-from modkit.averaging import callback, plan, swap
+from modkit.averaging import callback, recipe, swap
 from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
 
@@ -106,7 +106,7 @@ class RaiseAtLine:
 
     FILES = (
         swap.__file__,
-        plan.__file__,
+        recipe.__file__,
         callback.__file__,
         inspect.getfile(modkit.EMA),
         contextlib.__file__,

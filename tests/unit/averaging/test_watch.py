@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from modkit.averaging.named_tensors import NamedTensors
-from modkit.averaging.names import canonical_name
-from modkit.averaging.watch import Watch
+from modkit.averaging.recipe import Watch
+from modkit.averaging.tensors import NamedTensors, canonical_name
 from tests.cases import for_each
 
 
@@ -69,7 +68,7 @@ CHANGES: dict[str, Callable[[Net], object]] = {
 def test_a_change_is_seen(change: str, guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever changes which tensors a model has is seen, with dynamo's guards and without."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging.watch.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.recipe.tensor_guard", lambda tensors: None)
     net = Net()
     watch = watch_of(net)
     before = watch.changed()
@@ -83,7 +82,7 @@ def test_a_change_is_seen(change: str, guarded: bool, monkeypatch: pytest.Monkey
 def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training, loading, data that are set, and buffers that are replaced leave all as it is."""
     if not guarded:
-        monkeypatch.setattr("modkit.averaging.watch.tensor_guard", lambda tensors: None)
+        monkeypatch.setattr("modkit.averaging.recipe.tensor_guard", lambda tensors: None)
     net = Net()
     watch = watch_of(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -1,0 +1,484 @@
+"""How averages follow a model: what is stepped and copied together, while nothing changes.
+
+A plan is made once and reused until its watch notices a change. ``EMA`` and ``AveragedModel``
+differ in where the averages live: in tensors of their own, or in the parameters of a copy of the
+model. The watch runs before each step, so it consists of loops in C.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, starmap
+from typing import Any, Final, Generic, Protocol, cast
+
+import torch
+from torch import Tensor
+from typing_extensions import Self, TypeVar, override
+
+from modkit._upstream import PLAIN, ListCopier, copier, tensor_guard
+from modkit.averaging import precision
+from modkit.averaging.options import Options
+from modkit.averaging.rules import Count, Group, Rule, copy, grouped
+from modkit.averaging.sharding import (
+    is_sharded,
+    is_sharded_alike,
+    local_shard,
+    meshes_of,
+    true_everywhere,
+)
+from modkit.averaging.storage import Average, Tensors
+from modkit.averaging.tensors import Member, NamedTensors, Registry
+
+
+_TABLES: Final = ("_modules", "_parameters", "_buffers")
+_requires_grad: Final = operator.attrgetter("requires_grad")
+
+
+class Snapshot:
+    """The objects that tables held at one moment, compared by identity.
+
+    The comparison is a loop in C over ``is``: tensors compare elements, so ``==`` of tables is not
+    usable, and a mode that changes ``==`` could stay entered after an interrupt.
+    """
+
+    def __init__(self, tables: Iterable[Registry]) -> None:
+        self.tables: list[Registry] = list(tables)
+        self._views = [table.values() for table in self.tables]
+        self._lengths = list(map(len, self.tables))
+        self._keys = list(chain.from_iterable(self.tables))
+        self._values = list(chain.from_iterable(self._views))
+
+    def changed(self) -> bool:
+        """Return True if a table has other keys, or another object under one of them."""
+        return (
+            list(map(len, self.tables)) != self._lengths
+            or not all(map(operator.is_, chain.from_iterable(self._views), self._values))
+            or list(chain.from_iterable(self.tables)) != self._keys
+        )
+
+
+class Tables:
+    """The tables that modules had at one moment; another one in the place of one is a change.
+
+    ``module._parameters = ...``, ``module.__dict__.update()`` and ``__setstate__()`` put it there,
+    and so does the end of a block of ``fast_inference``, if the tables are those of the block: no
+    longer does anything bring them up to date. Empty tables are not compared.
+
+    Args:
+        states: ``__dict__`` of each module, without scripted ones, which make new tables at each
+            access.
+    """
+
+    def __init__(self, states: Sequence[Mapping[str, Any]]) -> None:
+        # Without the modules themselves, which an average does not keep alive.
+        self._places = [(state, name) for state in states for name in _TABLES if state[name]]
+        # No ``starmap``, which the compiler of torch 2.8 cannot follow.
+        self._tables = [state[name] for state, name in self._places]
+
+    def changed(self) -> bool:
+        """Return True if a module has another table."""
+        current = list(starmap(operator.getitem, self._places))
+        if all(map(operator.is_, current, self._tables)):
+            return False
+        # A block that began since has put tables in front of these, which stay up to date.
+        lasting = [getattr(table, "original", table) for table in current]
+        return not all(map(operator.is_, lasting, self._tables))
+
+
+class Watch:
+    """Notices that tensors were added, removed, replaced, tied, renamed, moved, cast or reshaped.
+
+    Assigning to ``parameter.data`` is not a change if the metadata stay.
+
+    Args:
+        models: The models whose tables of parameters and children are compared.
+        tensors: Tensors whose metadata are compared.
+        buffers: Whether buffers count too: otherwise forwards may replace them under the same
+            names.
+        tables: Further tables.
+        members: Buffers that must still be registered.
+        frozen: Parameters that must not begin to require gradients.
+        unknown: Whether it is not known what there was, so that everything is a change.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[NamedTensors] = (),
+        tensors: Iterable[Tensor] = (),
+        *,
+        buffers: bool = False,
+        tables: Iterable[Registry] = (),
+        members: Sequence[Member] = (),
+        frozen: Iterable[Tensor] = (),
+        unknown: bool = False,
+    ) -> None:
+        # A scripted model cannot be watched, so it is walked again each time.
+        self._unknown = unknown or any(model.scripted for model in models)
+        states = [state for model in models for state in model.states]
+        self._tables = Tables(states)
+        compared = _TABLES if buffers else ("_modules", "_parameters")
+        registries = [*tables, *(state[name] for state in states for name in compared)]
+        named = [] if buffers else [state["_buffers"] for state in states]
+
+        # Most tables are empty, and those are checked together.
+        self._empty = [table for table in (*registries, *named) if not table]
+        self._filled = Snapshot(table for table in registries if table)
+        self._named = [table for table in named if table]
+        self._names = list(chain.from_iterable(self._named))
+        self._alike = metadata_guard([] if self._unknown else list(tensors))
+
+        # Averaged buffers are compared by identity, because a forward may replace them.
+        self._members = [member.tensor for member in members]
+        self._registries = [member.registry for member in members]
+        self._keys = [member.key for member in members]
+        self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
+
+    def changed(self) -> bool:
+        """Return True if anything is not as it was."""
+        if (
+            self._unknown
+            or self._filled.changed()
+            or any(self._empty)
+            or list(chain.from_iterable(self._named)) != self._names
+            or self._tables.changed()
+            or not self._alike()
+        ):
+            return True
+
+        current = map(operator.getitem, self._registries, self._keys)
+        if not all(map(operator.is_, current, self._members)):
+            return True
+
+        return any(map(_requires_grad, self._frozen))
+
+
+def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
+    """Return a function that compares the metadata of tensors with the present ones.
+
+    Args:
+        tensors: The tensors, of any kind. Those of FSDP are compared by their shards.
+
+    Returns:
+        A function that returns True while shapes, strides, dtypes and devices are as they are now:
+        torch's guard, in C++, where it knows the tensors.
+    """
+    if not tensors:
+        return partial(bool, True)
+    sharded = [tensor for tensor in tensors if is_sharded(tensor)]
+    if sharded:
+        return _alike_with_shards(tensors, sharded)
+
+    if all(type(tensor) in PLAIN and tensor.layout is torch.strided for tensor in tensors):
+        guard = tensor_guard(tensors)
+        if guard is not None:
+            return guard
+
+    # Torch's guard does not take subclasses and other layouts: compare in Python.
+    facts = _metadata_of(tensors)
+    return lambda: _metadata_of(tensors) == facts
+
+
+def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
+    """Return a guard that also compares the shards, of which some tensors are made, by identity."""
+    # FSDP may replace the shards.
+    alike = metadata_guard([local_shard(tensor) for tensor in tensors])
+    here = [local_shard(tensor) for tensor in sharded]
+
+    def same() -> bool:
+        with torch.no_grad():
+            now = [cast("Any", tensor).to_local() for tensor in sharded]
+        return all(map(operator.is_, now, here)) and alike()
+
+    return same
+
+
+def _metadata_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
+
+
+class Copies:
+    """Tensors that are copied rather than averaged, planned once and then copied list by list.
+
+    Args:
+        pairs: For each copy the table that holds it, its name there, and the member it is a copy
+            of.
+        device: Device of the copies. Default: that of each source.
+        follow: Whether copies get the device and dtype of their source. An averaged model does not
+            follow: its buffers stay where the user moved the averaged model to.
+
+    Attributes:
+        lists: Lists of targets and sources that have one device and dtype each, with what copies
+            them. Valid until ``watch`` has noticed a change: then call :meth:`plan`.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[dict[str, Any], str, Member]],
+        device: torch.device | None = None,
+        *,
+        follow: bool = True,
+    ) -> None:
+        self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
+        self.lists: list[tuple[ListCopier, list[Tensor], list[Tensor]]] = []
+        # Without pairs there is never anything to plan.
+        self.watch: Watch = Watch(unknown=len(self.pairs) > 0)
+        self._device = device
+        self._follow = follow
+
+    def plan(self) -> None:
+        """Find the sources, make copies that do not fit anew, and group both for the kernels.
+
+        Sources and copies are grouped by device and dtype, so that one call copies a whole list. It
+        need not be called again until ``watch`` notices a change.
+        """
+        sources = [_source_of(member) for _, _, member in self.pairs]
+        lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
+        for (registry, key, _), source in zip(self.pairs, sources, strict=True):
+            target = self._target(registry, key, source)
+            if target is None or source is None:
+                continue
+            # A kernel takes lists of one dtype and device on either side, of plain tensors.
+            places = target.device, target.dtype, source.device, source.dtype
+            kernel_key = *places, type(target) in PLAIN, type(source) in PLAIN
+            target_list, source_list = lists.setdefault(kernel_key, ([], []))
+            target_list.append(target)
+            source_list.append(source)
+        self.lists = [
+            (copier(targets[0], sources[0]), targets, sources)
+            for targets, sources in lists.values()
+        ]
+
+        # The tables are watched too: a forward may replace a buffer by one with the same metadata.
+        targets = [registry.get(key) for registry, key, _ in self.pairs]
+        tensors = [tensor for tensor in sources + targets if tensor is not None]
+        tables = {
+            id(table): table
+            for registry, _, member in self.pairs
+            for table in (registry, member.registry)
+        }
+        self.watch = Watch(tensors=tensors, tables=tables.values())
+
+    def run_traced(self) -> None:
+        """Bring all copies up to date in operations that can be compiled."""
+        for registry, key, member in self.pairs:
+            source = _source_of(member)
+            target = self._target(registry, key, source)
+            # Detached, because a buffer may be a result of autograd.
+            if target is not None and source is not None:
+                target.detach().copy_(source.detach())
+
+    def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
+        """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
+        target: Tensor | None = registry.get(key)
+        # A buffer may be shared by the model and its copy on purpose; then it is up to date.
+        if source is None or target is source:
+            registry[key] = source
+            return None
+
+        device = self._device or source.device
+        dtype = source.dtype
+        if target is not None and not self._follow:
+            device = target.device
+            dtype = target.dtype
+
+        fitting = source.shape, device, dtype
+        fits = target is not None and (target.shape, target.device, target.dtype) == fitting
+        # The model may have been sharded since. torch refuses to combine the two in a copy that
+        # does not follow.
+        if not fits or (self._follow and not is_sharded_alike(target, source)):
+            registry[key] = target = source.detach().to(device, dtype, copy=True)
+        return target
+
+
+def _source_of(member: Member) -> Tensor | None:
+    """Return what is registered now: forwards may replace buffers, also by None."""
+    source: Tensor | None = member.registry.get(member.key)
+    return source
+
+
+class Plan:
+    """One model's tensors with their averages, grouped; valid until ``watch`` notices a change.
+
+    It does not keep the model alive.
+
+    Args:
+        options: The options of the averages, of which ``owner`` and ``on_nonfinite`` are used.
+        averages: The averages, which all have the names of ``currents``.
+        currents: The tensors of the model that are averaged, by name.
+        copies: The tensors that are copied.
+        models: The models whose tensors end the plan if they are replaced.
+        more: Further tensors that end the plan if their metadata change.
+        alone: Whether each tensor is stepped by itself, in the order of ``currents``.
+        buffers: Whether all buffers end the plan if they are replaced; else those that are
+            averaged.
+        frozen: Parameters that end the plan if they begin to require gradients.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        averages: Sequence[Average],
+        currents: Tensors,
+        copies: Copies,
+        models: Sequence[NamedTensors],
+        *,
+        more: Iterable[Tensor] = (),
+        alone: bool = False,
+        buffers: bool = False,
+        frozen: Iterable[Tensor] = (),
+    ) -> None:
+        self._options = options
+        self._currents = currents
+        self._copies = copies
+        self._groups: list[Group] = grouped(averages, currents, alone=alone)
+        self._meshes = meshes_of(currents.values())
+        members = [member for model in models for member in model.buffers.values()]
+        self.watch: Watch = Watch(
+            models,
+            [*currents.values(), *more],
+            buffers=buffers,
+            members=[member for member in members if member.name in currents],
+            frozen=frozen,
+        )
+
+    def step(self, rule: Rule, count: Count) -> bool | Tensor:
+        """Take one step of all averages, and bring the copies up to date.
+
+        Args:
+            rule: How the averages move. At 0 they are copies, whatever the rule.
+            count: Number of models averaged so far. Below 0 nothing moves, as in torch.
+
+        Returns:
+            Whether the values were averaged: a flag in device memory where reading it is a host
+            sync.
+
+        Raises:
+            RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
+        """
+        finite: bool | Tensor = True
+        is_first = not isinstance(count, Tensor) and count == 0
+        if self._options.on_nonfinite == "raise":
+            precision.check_finite(self._options.owner, self._currents)
+        elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
+            return False
+
+        if self._copies.watch.changed():
+            self._copies.plan()
+        if self._options.on_nonfinite == "skip" and not is_first:
+            finite = self._all_finite()
+
+        on_device = isinstance(count, Tensor) or isinstance(finite, Tensor)
+        with torch.no_grad():
+            if finite is not False and (on_device or count >= 0):
+                for group in self._groups:
+                    if on_device:
+                        rule.step_on_device(group, count, finite)
+                    elif is_first:
+                        copy(group)
+                    else:
+                        rule.step(group, count)
+            for copy_list, targets, sources in self._copies.lists:
+                copy_list(targets, sources)
+        return finite
+
+    def _starts_finite(self) -> bool:
+        """Return True if all values are finite, for the first step.
+
+        It is the only flag of a device that is read on the host: whether there is an average
+        decides what reading, saving and swapping do.
+        """
+        return precision.first_nonfinite(self._currents) is None
+
+    def _all_finite(self) -> bool | Tensor:
+        """Return whether all values are finite on all ranks, without a host sync.
+
+        Returns:
+            A bool if the values are in host memory, a tensor of one bool if they are on a device.
+        """
+        tensors = [tensor for group in self._groups for tensor in group.currents]
+        flag = true_everywhere(precision.all_finite(tensors), self._meshes)
+        return bool(flag) if flag.device.type in precision.HOST_DEVICES else flag
+
+
+class Watched(Protocol):
+    """A value that is valid until something changes."""
+
+    watch: Watch
+
+
+ValueT = TypeVar("ValueT", bound=Watched)
+
+
+# Values are cached for so many models, averages and modes: a training loop may take two averages
+# in turn, and evaluate in another mode than it trains in.
+_MOST_ENTRIES: Final = 4
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[ValueT]):
+    """A cached value, with what it is for."""
+
+    model: weakref.ref[torch.nn.Module]
+    key: object
+    facts: object
+    value: ValueT
+
+
+class Cache(Generic[ValueT]):
+    """Values cached for the latest models, without keeping those alive. Copies are empty.
+
+    A value may hold the tensors and the children of its model, but not the model itself: it is
+    dropped with the model.
+    """
+
+    def __init__(self) -> None:
+        # Replaced in one assignment, so that no interrupt leaves a value with another one's model.
+        self._entries: tuple[_Entry[ValueT], ...] = ()
+
+    def get(
+        self, model: torch.nn.Module, key: object, facts: object, make: Callable[[], ValueT]
+    ) -> ValueT:
+        """Return the cached value, made anew if the facts, or what it watches, have changed.
+
+        Args:
+            model: The model that the value belongs to.
+            key: Which of the values for this model, compared by ``==``.
+            facts: What else the value depends on, compared by ``==``.
+            make: Makes the value.
+        """
+        # The guards of torch compare the modes, too.
+        key = (key, torch.is_inference_mode_enabled(), torch.is_autocast_enabled())
+        key = (*key, torch.is_autocast_enabled("cpu"))
+        others: list[_Entry[ValueT]] = []
+        for entry in self._entries:
+            if entry.model() is not model or entry.key != key:
+                others.append(entry)
+            elif entry.facts == facts and not entry.value.watch.changed():
+                return entry.value
+
+        # After an error in ``make`` there is no value: the old one is out of date.
+        self._entries = tuple(others)
+        value = make()
+        # A method as the callback would make a cycle, which keeps the averages until collected.
+        reference = weakref.ref(model, partial(_forget, weakref.ref(self)))
+        entry = _Entry(reference, key, facts, value)
+        self._entries = (entry, *others[: _MOST_ENTRIES - 1])
+        return value
+
+    def clear(self) -> None:
+        """Drop all values."""
+        self._entries = ()
+
+    @override
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
+def _forget(cache: weakref.ref[Cache[Any]], model: weakref.ref[torch.nn.Module]) -> None:
+    # No global name: as the interpreter exits, those of this module may be None before the model
+    # dies.
+    owner = cache()
+    if owner is not None:
+        owner._entries = (*(entry for entry in owner._entries if entry.model is not model),)
