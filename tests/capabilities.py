@@ -12,22 +12,6 @@ MODULES_CAN_REPEAT: Final = (
 )
 
 
-class _TensorLike:
-    __torch_function__ = None
-
-
-def _accepts_tensor_likes() -> bool:
-    try:
-        torch.nn.Module().register_buffer("buffer", _TensorLike())  # type: ignore[arg-type]
-    except TypeError:
-        return False
-    return True
-
-
-# Since torch 2.9: an object with `__torch_function__` may be a buffer.
-TENSOR_LIKE_BUFFERS: Final = _accepts_tensor_likes()
-
-
 def _refuses_empty_inputs() -> bool:
     try:
         torch.nn.LSTM(0, 1)
