@@ -4,6 +4,7 @@ Two processes, because a package that is imported twice in one registers its ope
 """
 
 import copy
+import difflib
 import importlib
 import io
 import multiprocessing
@@ -109,7 +110,9 @@ def object_at(path: str) -> Any:
     try:
         target: Any = attrgetter(name)(module)
     except AttributeError as error:
-        raise TargetError(f"{home} has no {name}") from error
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise TargetError(f"{home} has no {name}{hint}") from error
     if not callable(target):
         raise TargetError(f"{path} is not callable")
     return target

@@ -36,54 +36,25 @@ _PROJECT_FILES: Final = (
     *("pyproject.toml", "setup.py", "setup.cfg", "tox.ini", ".git"),
     *("pytest.toml", ".pytest.toml", "pytest.ini", ".pytest.ini"),
 )
+_TESTS: Final = ("tests", "test")
 # As ``python -m pytest``, but the plugin is there before those of ``-p``, which may import what is
 # to be rewritten.
 _START: Final = (
     "import os, sys; sys.path[:] = [folder or os.getcwd() for folder in sys.path]; "
     "import modkit.compat.pytest_plugin, pytest; sys.exit(pytest.main())"
 )
-# Differences that the exception alone shows, with their rows in docs/differences.md.
+# Differences that the exception alone shows, by what torch does in their row of the table, which is
+# docs/differences.md.
 LISTED: Final[Mapping[str, str]] = {
-    r"modkit: TypeError: metaclass conflict": (
-        "A class can have any metaclass | One that does not derive from `type(nn.Module)`, which "
-        "makes `isinstance` accept torch's modules, is a metaclass conflict. "
-        "[Metaclasses](module.md#metaclasses) has the recipe for pyro's `PyroModule`"
-    ),
-    r"modkit: OSError: .*(source code|class definition)": (
-        "`inspect.getsource(nn.Module)` shows the class | It raises OSError: Python looks for a "
-        "class in the file of the module that `__module__` names, which is the public path, as "
-        "for NumPy. It finds the source of methods, and of classes of users"
-    ),
-    r"modkit: PackagingError: ": (
-        "`torch.package` leaves torch out of a package by itself | modkit is left out after "
-        '`exporter.extern("modkit.**")`. Without it, `PackagingError` names the modules'
-    ),
-    r"modkit: UserWarning: .*took none of": (
-        "`load_state_dict(strict=False)` that takes none of the parameters returns silently | A "
-        "UserWarning says why, if some of the keys are unexpected"
-    ),
-    r"modkit: NameMismatchError: ": (
-        "A model whose parameters have other names, in the order of the average, can be given to "
-        "`AveragedModel.update_parameters` | It is refused, since only names show that the order "
-        "fits"
-    ),
-    r"modkit: FileError: ": (
-        "Checksums of archives are ignored: corrupt weights load without an error | Checksums are "
-        "verified; a corrupt file raises `FileError`"
-    ),
-    r"torch: RuntimeError: OrderedDict mutated during iteration": (
-        'A load hook that removes itself raises "OrderedDict mutated during iteration", as does a '
-        "registration hook | Hooks run over a snapshot of the table, except registration hooks of "
-        "buffers and of assigned modules"
-    ),
-    r"torch: DeprecationWarning: `torch\.jit\.": (
-        "Each call of `torch.jit.script`, `trace`, `load` and `save` warns that it is deprecated | "
-        "The first one in a process does; filters for torch's warning hold"
-    ),
-    r"torch: \w+: .*get_(ema|swa)_\w*avg_fn\.<locals>": (
-        "The averaging functions are closures and cannot be pickled | They can be pickled, with "
-        "their decay"
-    ),
+    r"modkit: TypeError: metaclass conflict": "A class can have any metaclass",
+    r"modkit: OSError: .*(source code|class definition)": "`inspect.getsource(nn.Module)` shows",
+    r"modkit: PackagingError: ": "`torch.package` leaves torch out of a package",
+    r"modkit: UserWarning: .*took none of": "`load_state_dict(strict=False)` that takes none",
+    r"modkit: NameMismatchError: ": "A model whose parameters have other names",
+    r"modkit: FileError: ": "Checksums of archives are ignored",
+    r"torch: RuntimeError: OrderedDict mutated during iteration": "A load hook that removes itself",
+    r"torch: DeprecationWarning: `torch\.jit\.": "Each call of `torch.jit.script`",
+    r"torch: \w+: .*get_(ema|swa)_\w*avg_fn\.<locals>": "The averaging functions are closures",
 }
 
 Kind = Literal["equal", "listed", "unlisted", "unsteady"]
@@ -199,13 +170,18 @@ class SuiteReport(NamedTuple):
 
 
 def project_of(path: Path) -> Path:
-    """Return the folder of the project that a path of tests belongs to."""
+    """Return the folder of the project that a path of tests belongs to.
+
+    Without a file of a project, it is the folder around a folder named ``tests`` or ``test``.
+    """
     start = path.resolve()
     start = start if start.is_dir() else start.parent
     for folder in (start, *start.parents):
         if any((folder / name).exists() for name in _PROJECT_FILES):
             return folder
-    return start
+    return next(
+        (folder.parent for folder in (start, *start.parents) if folder.name in _TESTS), start
+    )
 
 
 def recorded(folder: Path) -> Recorded:
@@ -403,7 +379,7 @@ def listed_difference(torch: Outcome, modkit: Outcome) -> str:
     exceptions = {f"torch: {torch.raised}: {torch.text}", f"modkit: {modkit.raised}: {modkit.text}"}
     for pattern, reason in LISTED.items():
         if any(re.match(pattern, exception) for exception in exceptions):
-            return reason
+            return f"docs/differences.md: {reason}"
     return ""
 
 

@@ -317,6 +317,7 @@ def test_a_model_that_raises(script: Path) -> None:
         ("no_such_package.module:Net", "there is no module no_such_package"),
         ("json.no_such_module:Net", "there is no module json.no_such_module"),
         ("json:Net", "json has no Net"),
+        ("json:JSONDecoderr", "json has no JSONDecoderr; did you mean JSONDecoder?"),
         ("missing.py:make", "there is no file missing.py"),
         ("{script}:factory", "user_script has no factory"),
         ("{script}:constant", "{script}:constant is not callable"),

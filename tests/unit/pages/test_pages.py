@@ -54,16 +54,3 @@ def test_links_have_targets(page):
 
     assert [file for file, _ in targets if not file.exists()] == []
     assert [anchor for file, anchor in targets if anchor and anchor not in anchors(file)] == []
-
-
-@for_each("page", PAGES, ids=lambda page: page.stem)
-def test_prose_is_wrapped(page):
-    """Lines of prose and code have at most 120 characters."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    free = ("|", "<", "!", "#", ":")
-
-    assert [
-        line
-        for line in lines
-        if len(line) > 120 and not line.lstrip().startswith(free) and " " in line[60:]
-    ] == []

@@ -3,28 +3,19 @@
 # The networks are known only when a library is chosen, so the lambdas take and return anything.
 # pyright: reportUnknownLambdaType=false
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter, ReLU
 
 from modkit.compat.behaviours.cases import Cases, cases_of, hooked, tried
-from modkit.compat.behaviours.module import reloaded
 from modkit.compat.outcomes import Library, freeze, leaves
 
 
 X: Final = torch.arange(6.0).reshape(2, 3)
-
-
-class Point(NamedTuple):
-    """A named tuple, as a ``forward`` may return it."""
-
-    left: Tensor
-    right: Tensor
 
 
 class Log(list[Any]):
@@ -71,12 +62,6 @@ def called(
     return with_both, tried(module, X), log, len(module._forward_hooks)
 
 
-def copied(lib: Library, make: Callable[[Any], Any]) -> Any:
-    """Call a copy of a module with hooks."""
-    module = make(hooked(hooked(lib.net(), "forward_hook", mark), "forward_pre_hook", mark))
-    return module(X), module.marks, module
-
-
 PRE, POST = "forward_pre_hook", "forward_hook"
 OPTIONS: Final = {PRE: ("prepend", "with_kwargs"), POST: ("prepend", "with_kwargs", "always_call")}
 CALLS: Final[Any] = {
@@ -104,7 +89,6 @@ CALLS: Final[Any] = {
     "always_call": {"method": POST, "forward": fails, "always_call": True},
     "an unknown option": {"method": POST, "often": True},
 }
-COPIES: Final[Any] = {m.__name__: {"make": m} for m in (copy.copy, copy.deepcopy, reloaded)}
 
 
 def run_backward(
@@ -129,7 +113,6 @@ OPTIONS_BACKWARD: Final[Mapping[str, Mapping[str, Any]]] = {
     "returning too many": {"result": (X, X)},
     "raising": {"result": fails},
     "a tuple": {"forward": lambda x: (x * 1, x * 2)},
-    "a named tuple": {"forward": lambda x: Point(x * 1, x * 2)},
     "a dict": {"forward": lambda x: {"a": x * 2}},
     "a tuple with None": {"forward": lambda x: (x * 1, None)},
     "the input itself": {"forward": lambda x: x},
@@ -179,15 +162,13 @@ GLOBAL: Final[Any] = {
     },
     "forward hooks": {"kinds": f"{PRE} {POST}", "use": trained},
     "backward hooks": {"kinds": " ".join(KINDS[:2]), "use": trained},
-    "backward_hook": {"kinds": KINDS[2], "use": trained},
     "both kinds": {"kinds": " ".join(KINDS), "use": trained},
-    "local hooks, too": {"kinds": POST, "use": lambda m: trained(hooked(m, POST, mark))},
     "another output": {"kinds": POST, "use": trained, "result": lambda *a: -a[-1]},
     "with_kwargs": {"kinds": POST, "use": trained, "with_kwargs": True},
     "always_call": {"kinds": POST, "use": lambda m: m("x"), "always_call": True},
 }
 AREAS: Final[dict[str, Cases]] = {
-    "forward hooks": {**cases_of(called, CALLS), **cases_of(copied, COPIES)},
+    "forward hooks": cases_of(called, CALLS),
     "backward hooks": cases_of(run_backward, BACKWARD),
     "registration and global hooks": cases_of(for_all, GLOBAL),
 }
