@@ -364,7 +364,7 @@ class EMA(Generic[ModelT_co]):
         source = self.model if model is None else model
         if active_swaps or self._overwritten:
             self._check_restored("EMA.update()", source)
-        if source is self.model and self._steps.optimizers:
+        if source is self.model:
             self._steps.warn_if_updated()
 
         # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.

@@ -123,6 +123,27 @@ def test_an_update_after_another_optimizer_of_shards_has_no_warning(mesh) -> Non
         ema.update()
 
 
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_sharded_model_is_planned_once(mesh, reshard, monkeypatch) -> None:
+    """Shards that are looked at again are no change: they are new tensors with the same memory."""
+    from modkit.averaging.engine import Engine
+
+    plans = []
+    plan = Engine._plan
+    monkeypatch.setattr(Engine, "_plan", lambda *given: plans.append(1) or plan(*given))
+    net = network()
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(net, mesh=mesh, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ema = modkit.EMA(net, decay=0.5).attach(optimizer)
+    train(net, optimizer, 0, 100)
+
+    assert ema.n_averaged == 100
+    assert len(plans) == 1
+
+
 def flattened(net: nn.Module, original: bool) -> nn.Module:
     """Return the network with flat parameters, and the parameters as views of them if ``original``."""
     with warnings.catch_warnings():
