@@ -3,7 +3,7 @@
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, cast
+from typing import Any, Final, Generic, cast
 
 import torch
 from typing_extensions import TypeVar, Unpack
@@ -11,8 +11,8 @@ from typing_extensions import TypeVar, Unpack
 from modkit._interrupts import critical
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.options import Device, EMAOptions, Options
-from modkit.averaging.schedules import Decays
+from modkit.averaging.options import Device, EMAOptions, Options, check_index, checked_count
+from modkit.averaging.schedules import Decays, schedules_of
 from modkit.averaging.sharding import resharded
 from modkit.averaging.swap import any_swapped, exchanged
 from modkit.averaging.tensors import NamedTensors, pairs_for
@@ -20,6 +20,7 @@ from modkit.averaging.tensors import NamedTensors, pairs_for
 
 __all__ = ["EMACallback", "EMAOptions"]
 
+ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 
 NO_AVERAGES: Final = (
@@ -28,48 +29,32 @@ NO_AVERAGES: Final = (
 
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
-    """Check the options of a callback that gets its model later.
-
-    Args:
-        decay: Decay or schedule of each average, as for ``EMA``.
-        index: Index of the average to evaluate.
-        options: The other options of ``EMA``. Globs are compared with the names of the model when
-            there is one.
-
-    Raises:
-        TypeError: If ``decay`` is a model, ``index`` is not an int, or ``EMA`` refuses the type of
-            an option.
-        ValueError: If ``EMA`` refuses the value of an option.
-        IndexError: If there is no average ``index``.
-    """
+    """Check the options of a callback that gets its model, whose names globs are for, later."""
     if isinstance(cast("object", decay), torch.nn.Module):
         raise TypeError(
             f"EMACallback: decay is a model, {type(decay).__name__}. A Trainer passes its model to "
             "this class; in a hand-written loop use modkit.EMACallback(model, optimizer)"
         )
 
-    Options(
-        include=options.get("include"),
-        exclude=options.get("exclude"),
-        buffers=options.get("buffers", "copy"),
-    )
+    rest: dict[str, Any] = {**options}
+    schedules = schedules_of(decay, rest.pop("schedule", None))
+    checked_count("update_after_step", rest.pop("update_after_step", 0), 0)
+    checked_count("update_every", rest.pop("update_every", 1), 1)
+    device = rest.pop("device", None)
+    Options(**rest, device=None if device is None else torch.device(device))
+    check_index(index, len(schedules))
 
-    # The names of the model are not known yet, so globs cannot be compared with them.
-    probe: EMAOptions = {**options, "include": None, "exclude": None, "buffers": "copy"}
-    EMA(torch.nn.Linear(1, 1), decay, **probe)._engine.check_index(index)
+
+def average_of(model: ModelT, decay: Decays, options: EMAOptions) -> EMA[ModelT]:
+    """Return the averages of a callback, whose loop may unfreeze layers."""
+    ema = EMA(model, decay, **options)
+    ema._engine.follows_unfrozen = True
+    return ema
 
 
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
-    """Swap the training weights into a model for a ``with`` block, if it holds the average.
-
-    Args:
-        ema: The averages, which know the training weights.
-        model: The model, or a wrapper of it.
-
-    Yields:
-        Nothing.
-    """
+    """Swap the training weights into a model, or a wrapper of it, that holds the average."""
     # In this order: full parameters that a forward has left would hide the shards.
     pairs = pairs_for(NamedTensors(model), ema.training_weights())
     with resharded(model), exchanged(pairs, copied=ema._engine.copied_names()):
@@ -77,17 +62,7 @@ def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
 
 
 def swap_at_end(ema: EMA[Any], index: int) -> None:
-    """Copy an average into its model, so that ``ema.restore()`` restores the training weights.
-
-    Args:
-        ema: The averages.
-        index: Index of the average.
-
-    Raises:
-        IndexError: If there is no average ``index``.
-        NameMismatchError: If names or shapes of the model have changed.
-        RuntimeError: If the model holds an average inside ``EMA.applied()``.
-    """
+    """Copy an average into its model, so that ``ema.restore()`` restores the training weights."""
     end_swap(ema)
     ema.store()
     ema.copy_to(index=index)
@@ -100,16 +75,7 @@ def end_swap(ema: EMA[Any] | None) -> None:
 
 
 def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
-    """Check that training does not start where the model may hold the average.
-
-    Args:
-        evaluation: The evaluations of the callback.
-        model: The model to train.
-        call: The method of the trainer that was called, for the error.
-
-    Raises:
-        RuntimeError: If it was called inside a block that has swapped weights in.
-    """
+    """Check that training does not start where the model may hold the average."""
     if evaluation.in_block or any_swapped(model):
         raise RuntimeError(
             f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
@@ -169,18 +135,7 @@ class Evaluation:
 
     @contextmanager
     def block(self, ema: EMA[ModelT_co] | None, index: int | None) -> Generator[ModelT_co]:
-        """Swap weights in for a ``with`` block, and set evaluation mode.
-
-        Args:
-            ema: The averages, or None if there are none.
-            index: Index of an average, or None for the training weights.
-
-        Yields:
-            The model.
-
-        Raises:
-            RuntimeError: If there are no averages.
-        """
+        """Swap in an average, or the training weights, for a block in evaluation mode."""
         if ema is None:
             raise RuntimeError(
                 "EMACallback: there are no averages to evaluate, because nothing was trained, or "
@@ -215,7 +170,7 @@ class Evaluation:
                 module.training = training
         else:
             # The block that began inside this one goes on, and restores these modes when it ends.
-            self._open[place + 1].modes = block.modes
+            self._open[place + 1].modes += block.modes
         del self._open[place]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -228,34 +183,180 @@ def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
     return training_weights(ema, ema.model) if index is None else ema.applied(index=index)
 
 
-# The first attributes that trainers read of a callback, and the class that has them.
-_TRAINERS: Final = {
-    "state_key": ("Lightning's Trainer", "modkit.integrations.lightning.EMACallback"),
-    "on_init_end": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
-    "attach": ("the Trainer of transformers", "modkit.integrations.transformers.EMACallback"),
-}
+class BlocksOfEvaluation(Generic[ModelT_co]):
+    """Base of the three classes ``EMACallback``: blocks of an evaluation, and statistics."""
+
+    # An EMA, or None until a trainer has passed its model.
+    ema: Any
+    index: int
+    swap_to_average_at_end: bool
+    _evaluation: Evaluation
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.ema or 'not trained'}, index={self.index})"
+
+    def _before_evaluation(self) -> None:
+        """Complete what an evaluation must see."""
+
+    def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT_co]:
+        """Swap an average in and set evaluation mode for a ``with`` block.
+
+        Use it in a loop, in Lightning's ``validation_step``, or around ``trainer.validate()`` and
+        the ``trainer.evaluate()`` of transformers, which then see this average. Before the first
+        update the block sees the training weights. Storage is exchanged, nothing is copied unless
+        dtype or device differ. Whatever ends the block, the training weights and the mode of each
+        module are restored. Blocks may be nested, so that one validation can evaluate several
+        averages, and may end in any order. Checkpoints that a Trainer saves inside are those of the
+        callback's ``index``.
+
+        Args:
+            index: Index of the average. Default: that of the callback.
+
+        Returns:
+            A context manager that yields the model.
+
+        Raises:
+            IndexError: If there is no average ``index``. It is raised on entering the block, before
+                anything is changed; so are the next two.
+            TypeError: If ``index`` is not an int.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            RuntimeError: If there are no averages, because nothing was trained, or a Trainer has
+                loaded other weights; at the end, if the block has written to the weights, or has
+                replaced parameters or their modules, which are put back. A block that raised gets a
+                note instead.
+
+        Example:
+            >>> from modkit import EMACallback, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMACallback(model, decay=[0.75, 0.0])
+            >>> for value in 0.0, 8.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.step()
+            >>> for index in 0, 1:
+            ...     with ema.evaluating(index=index):
+            ...         print(model.weight.item())
+            2.0
+            8.0
+        """
+        self._before_evaluation()
+        return self._evaluation.block(self.ema, self.index if index is None else index)
+
+    def evaluating_training_weights(self) -> AbstractContextManager[ModelT_co]:
+        """Evaluate the training weights for a ``with`` block, also where an average is swapped in.
+
+        It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside
+        an evaluation it swaps the training weights back in, and at its end the average.
+
+        Returns:
+            A context manager that yields the model.
+
+        Raises:
+            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
+                has lost an averaged tensor since. It is raised on entering the block.
+            RuntimeError: If there are no averages; at the end, if the block was entered inside an
+                evaluation, and has written to the weights.
+
+        Example:
+            >>> from modkit import EMACallback, nn
+            >>> model = nn.Linear(1, 1, bias=False)
+            >>> ema = EMACallback(model, decay=0.75)
+            >>> for value in 0.0, 8.0:
+            ...     _ = nn.init.constant_(model.weight, value)
+            ...     ema.step()
+            >>> with ema.evaluating():
+            ...     average = model.weight.item()
+            ...     with ema.evaluating_training_weights():
+            ...         print(average, model.weight.item(), model.training)
+            2.0 8.0 False
+        """
+        self._before_evaluation()
+        return self._evaluation.block(self.ema, None)
+
+    def update_bn(
+        self,
+        loader: Iterable[Any],
+        device: Device = None,
+        *,
+        call: Callable[[Any, Any], object] | None = None,
+    ) -> None:
+        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
+
+        Call it before :meth:`evaluating`, not inside. The statistics belong to the average
+        ``index`` of the callback until its next update; the model in training does not change.
+
+        Args:
+            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
+            device: Device that inputs are moved to. Default: they are not moved.
+            call: Function of the model and a batch that calls the model, for batches of keywords
+                or several inputs. Default: the model is called with its first input.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            TypeError: If the loader cannot be iterated over. Nothing has been changed.
+            RuntimeError: If there are no averages, the model holds an average, or before the first
+                update.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
+                has been changed.
+        """
+        if self.ema is None:
+            raise RuntimeError("EMACallback.update_bn(): there are no averages. Train first.")
+        self.ema.update_bn(loader, device, index=self.index, call=call)
 
 
-class NamesTheRightClass:
-    """Base of the three classes called ``EMACallback``.
+class HooksOfEvaluation(BlocksOfEvaluation[ModelT_co]):
+    """Base of the callbacks whose loop calls a hook before and after each evaluation."""
 
-    A trainer that gets the wrong one fails at the first attribute that it reads. The AttributeError
-    then names the class that it needs.
-    """
+    def on_validation_start(self, *args: object, **kwargs: object) -> None:
+        """Swap the average in until :meth:`on_validation_end`; a second call has no effect.
 
-    # Type checkers would take each attribute for one that exists.
-    if not TYPE_CHECKING:
+        ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the
+        caller's. Before the first update the model keeps the training weights, and inside a block
+        of :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block.
 
-        def __getattr__(self, name: str) -> NoReturn:
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _TRAINERS:
-                trainer, right_class = _TRAINERS[name]
-                given = f"{type(self).__module__}.{type(self).__qualname__}"
-                message += f": {given} is not a callback of {trainer}. Use {right_class}"
-            raise AttributeError(message, name=name, obj=self)
+        Args:
+            args: Arguments of the loop's hook, ignored.
+            kwargs: Keyword arguments of the loop's hook, ignored.
+
+        Raises:
+            IndexError: If ``index`` was set to one that no average has.
+            NameMismatchError: If names or shapes of the model have changed since the last update.
+        """
+        ema = self._evaluated(*args)
+        if ema is not None:
+            self._evaluation.start(ema, self.index)
+
+    def _evaluated(self, *args: Any) -> EMA[Any] | None:
+        """Return the averages of the model that a hook is called for, if there are any."""
+        averages: EMA[Any] | None = self.ema
+        return averages
+
+    def on_validation_end(self, *args: object, **kwargs: object) -> None:
+        """Restore the training weights; without effect outside an evaluation.
+
+        ``on_test_end`` and ``on_predict_end`` are the same. So are ``on_train_batch_start`` and
+        ``on_exception``, for an evaluation that an error has left without its end.
+
+        Args:
+            args: Arguments of the loop's hook, ignored.
+            kwargs: Keyword arguments of the loop's hook, ignored.
+
+        Raises:
+            RuntimeError: If the weights were written to, or parameters replaced, since
+                :meth:`on_validation_start`. The training weights are restored first.
+        """
+        self._evaluation.end()
+
+    on_test_start = on_validation_start
+    on_predict_start = on_validation_start
+    on_test_end = on_validation_end
+    on_predict_end = on_validation_end
+    # Where an evaluation was left without its end hook.
+    on_train_batch_start = on_validation_end
+    on_exception = on_validation_end
 
 
-class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
+class EMACallback(HooksOfEvaluation[ModelT_co]):
     """Averages a model in any training loop, and swaps the average in for evaluation.
 
     It is the class for loops that are written by hand. The Trainers of Lightning and transformers
@@ -316,8 +417,6 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
     """
 
     ema: EMA[ModelT_co]
-    index: int
-    swap_to_average_at_end: bool
 
     def __init__(
         self,
@@ -335,7 +434,7 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
                 "Trainer, which passes its model itself, use the EMACallback of "
                 "modkit.integrations.lightning or modkit.integrations.transformers"
             )
-        self.ema = EMA(model, decay, **options)
+        self.ema = average_of(model, decay, options)
         self.ema._engine.check_index(index)
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
@@ -347,9 +446,6 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
         self._attached = bool(optimizers)
         if optimizers:
             self.ema.attach(*optimizers)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.ema!r}, index={self.index})"
 
     @property
     def model(self) -> ModelT_co:
@@ -391,144 +487,6 @@ class EMACallback(NamesTheRightClass, Generic[ModelT_co]):
         self._evaluation.end()
         if self.swap_to_average_at_end:
             swap_at_end(self.ema, self.index)
-
-    def evaluating(self, index: int | None = None) -> AbstractContextManager[ModelT_co]:
-        """Swap an average in and set evaluation mode for a ``with`` block.
-
-        Before the first update the block sees the training weights. Storage is exchanged, nothing
-        is copied unless dtype or device differ. Whatever ends the block, the training weights and
-        the mode of each module are restored. Blocks may be nested, so that one validation can
-        evaluate several averages, and an evaluation that starts inside by the hooks sees the same
-        weights.
-
-        Args:
-            index: Index of the average. Default: that of the callback.
-
-        Returns:
-            A context manager that yields the model.
-
-        Raises:
-            IndexError: If there is no average ``index``. It is raised on entering the block, before
-                anything is changed; so are the next two.
-            TypeError: If ``index`` is not an int.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: At the end, if the block has written to the weights, or has replaced
-                parameters or their modules, which are put back. A block that raised gets a note
-                instead.
-
-        Example:
-            >>> from modkit import EMACallback, nn
-            >>> model = nn.Linear(1, 1, bias=False)
-            >>> ema = EMACallback(model, decay=[0.75, 0.0])
-            >>> for value in 0.0, 8.0:
-            ...     _ = nn.init.constant_(model.weight, value)
-            ...     ema.step()
-            >>> for index in 0, 1:
-            ...     with ema.evaluating(index=index):
-            ...         print(model.weight.item())
-            2.0
-            8.0
-        """
-        return self._evaluation.block(self.ema, self.index if index is None else index)
-
-    def evaluating_training_weights(self) -> AbstractContextManager[ModelT_co]:
-        """Evaluate the training weights for a ``with`` block, also where an average is swapped in.
-
-        It sets evaluation mode as :meth:`evaluating` does, so a validation can compare both. Inside
-        an evaluation it swaps the training weights back in, and at its end the average.
-
-        Returns:
-            A context manager that yields the model.
-
-        Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
-                has lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: At the end, if the block was entered inside an evaluation, and has written
-                to the weights.
-
-        Example:
-            >>> from modkit import EMACallback, nn
-            >>> model = nn.Linear(1, 1, bias=False)
-            >>> ema = EMACallback(model, decay=0.75)
-            >>> for value in 0.0, 8.0:
-            ...     _ = nn.init.constant_(model.weight, value)
-            ...     ema.step()
-            >>> with ema.evaluating():
-            ...     average = model.weight.item()
-            ...     with ema.evaluating_training_weights():
-            ...         print(average, model.weight.item(), model.training)
-            2.0 8.0 False
-        """
-        return self._evaluation.block(self.ema, None)
-
-    def update_bn(
-        self,
-        loader: Iterable[Any],
-        device: Device = None,
-        *,
-        call: Callable[[Any, Any], object] | None = None,
-    ) -> None:
-        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
-
-        Call it before :meth:`evaluating`, not inside. The statistics belong to the average
-        ``index`` of the callback until its next update; the model in training does not change.
-
-        Args:
-            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
-            device: Device that inputs are moved to. Default: they are not moved.
-            call: Function of the model and a batch that calls the model, for batches of keywords
-                or several inputs. Default: the model is called with its first input.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over. Nothing has been changed.
-            RuntimeError: If the model holds an average, or before the first update.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
-                has been changed.
-        """
-        self.ema.update_bn(loader, device, index=self.index, call=call)
-
-    def on_validation_start(self, *args: object, **kwargs: object) -> None:
-        """Swap the average in until :meth:`on_validation_end`; a second call has no effect.
-
-        ``on_test_start`` and ``on_predict_start`` are the same. The mode of the model is the
-        caller's. Before the first update the model keeps the training weights, and inside a block
-        of :meth:`evaluating` or :meth:`evaluating_training_weights` it keeps those of the block.
-
-        Args:
-            args: Arguments of the loop's hook, ignored.
-            kwargs: Keyword arguments of the loop's hook, ignored.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-        """
-        self._evaluation.start(self.ema, self.index)
-
-    def on_validation_end(self, *args: object, **kwargs: object) -> None:
-        """Restore the training weights; without effect outside an evaluation.
-
-        ``on_test_end`` and ``on_predict_end`` are the same. So are ``on_train_batch_start`` and
-        ``on_exception``, for an evaluation that an error has left without its end.
-
-        Args:
-            args: Arguments of the loop's hook, ignored.
-            kwargs: Keyword arguments of the loop's hook, ignored.
-
-        Raises:
-            RuntimeError: If the weights were written to, or parameters replaced, since
-                :meth:`on_validation_start`. The training weights are restored first.
-        """
-        self._evaluation.end()
-
-    on_test_start = on_validation_start
-    on_predict_start = on_validation_start
-    on_test_end = on_validation_end
-    on_predict_end = on_validation_end
-    # Where an evaluation was left without its end hook.
-    on_train_batch_start = on_validation_end
-    on_exception = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the averages, in the format of ``EMA.state_dict()``.

@@ -3,15 +3,16 @@
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
-from typing import Any, SupportsIndex, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from modkit._interrupts import uninterrupted
 from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import precision, state as ema_state
-from modkit.averaging.options import Options
+from modkit.averaging.options import Options, check_index
 from modkit.averaging.recipe import Cache, Copies, Plan, Watch
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
@@ -107,6 +108,8 @@ class Engine:
         self._swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        # Whether parameters that begin to train get averages, with trainable_only=True.
+        self.follows_unfrozen: bool = False
         # Names of the parameters that have elements, unless they are uninitialized.
         tensors = ((name, member.tensor) for name, member in named.parameters.items())
         self._filled = {name for name, tensor in tensors if is_lazy(tensor) or tensor.numel()}
@@ -209,6 +212,10 @@ class Engine:
         new = [tensor for name, tensor in averaged.items() if name not in present]
         is_grown = new and present.keys() <= averaged.keys()
         is_unfrozen = self.options.trainable_only and all(tensor.requires_grad for tensor in new)
+        if is_grown and is_unfrozen and self.follows_unfrozen:
+            with uninterrupted(), torch.inference_mode(False), torch.no_grad():
+                self.rebind()
+            return
         check_match(
             "EMA: the model is not the one that is averaged",
             shapes_of(present),
@@ -241,13 +248,7 @@ class Engine:
             TypeError: If it is not an int.
             IndexError: If there is no average of this index.
         """
-        if isinstance(index, bool) or not isinstance(cast("object", index), SupportsIndex):
-            raise TypeError(f"EMA: index must be an int, got {index!r}")
-        if not 0 <= index < len(self.averages):
-            raise IndexError(
-                f"EMA: index is {index}, and there are {len(self.averages)} averages, numbered "
-                "from 0"
-            )
+        check_index(index, len(self.averages))
 
     def named(self, index: int) -> dict[str, Tensor]:
         """Return the values of an average by name, with the copies and its statistics.
@@ -309,6 +310,7 @@ class Engine:
         averaged, _ = self._split(model, named)
         if self.begun and not named.has_lazy():
             self._check_averaged(averaged)
+            values = self.named(index)
         copied = self._copies.keys() - self.averages[index].statistics.keys()
         return Pairing(named, values, copied, self._frozen(named, averaged))
 

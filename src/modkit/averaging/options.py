@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypedDict, cast, get_args
+from typing import Literal, SupportsIndex, TypeAlias, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
@@ -61,6 +61,14 @@ def checked_count(name: str, value: int, least: int, owner: str = "EMA") -> int:
     return value
 
 
+def check_index(index: int, count: int) -> None:
+    """Raise TypeError or IndexError unless an index is that of one of so many averages."""
+    if isinstance(index, bool) or not isinstance(cast("object", index), SupportsIndex):
+        raise TypeError(f"EMA: index must be an int, got {index!r}")
+    if not 0 <= index < count:
+        raise IndexError(f"EMA: index is {index}, and there are {count} averages, numbered from 0")
+
+
 class CheckedCount:
     """An attribute that is an int of at least ``least``, validated each time that it is set."""
 
@@ -101,8 +109,8 @@ class EMAOptions(TypedDict, total=False):
             from globs of names to one of the three. Default: ``"copy"``.
         include: Globs of names, or a predicate: parameters to average. Default: None, all.
         exclude: Globs of names, or a predicate: parameters not to average. Default: None.
-        trainable_only: Average only parameters that require gradients at the first update. Default:
-            False.
+        trainable_only: Average only parameters that require gradients at the first update, and
+            those that are unfrozen later from then on. Default: False.
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises RuntimeError. Default: ``"ignore"``.
         seed: Seed for stochastic rounding. Default: 0.

@@ -3,7 +3,7 @@
 import copy
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from modkit.averaging.callback import (
     NO_AVERAGES,
     EMAOptions,
     Evaluation,
-    NamesTheRightClass,
+    HooksOfEvaluation,
+    average_of,
     check_options,
     check_outside,
     end_swap,
@@ -27,7 +28,7 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA
 from modkit.averaging.optimizer_steps import check_optimizer, trains_any
-from modkit.averaging.options import CheckedCount, Device, checked_count
+from modkit.averaging.options import CheckedCount, checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
 from modkit.averaging.tensors import NamedTensors
@@ -54,7 +55,7 @@ Callback: Any = _pl.Callback
 CheckpointIO: Any = _pl.plugins.CheckpointIO
 
 
-class EMACallback(Callback, NamesTheRightClass):
+class EMACallback(HooksOfEvaluation[Any], Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
     The average is updated after each batch in which an optimizer stepped on an averaged parameter:
@@ -242,7 +243,7 @@ class EMACallback(Callback, NamesTheRightClass):
         # The last fit may have ended with the average in its model.
         end_swap(self.ema)
         if self.ema is None or self.ema.model is not pl_module:
-            self.ema = EMA(pl_module, self._decay, **self._options)
+            self.ema = average_of(pl_module, self._decay, self._options)
         if self._loaded is not None:
             self.ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
             self._loaded = None
@@ -271,8 +272,13 @@ class EMACallback(Callback, NamesTheRightClass):
         """Update the average for the latest step, unless that has been done."""
         step = self._latest_step
         self._latest_step = None
-        if step is not None and self.ema is not None and self.should_update(step_idx=step):
+        if step is None or self.ema is None:
+            return
+        if self.should_update(step_idx=step):
             self.ema.update()
+        else:
+            # The update was not forgotten, of which EMA would warn.
+            self.ema._writes = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Track steps from here on; loading an optimizer's state may take a step before.
@@ -338,81 +344,15 @@ class EMACallback(Callback, NamesTheRightClass):
         while self._handles:
             self._handles.pop().remove()
 
-    def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
-        """Evaluate an average for a ``with`` block: swap it in, and set evaluation mode.
-
-        Use it inside ``validation_step`` to log metrics of several averages in one validation, or
-        around ``trainer.validate()`` and ``trainer.test()``, which then see this average. Storage
-        is exchanged, nothing is copied unless dtype or device differ. Whatever ends the block, the
-        weights and the mode of each module are as before it. Before the first update the block sees
-        the training weights.
-
-        Args:
-            index: Index of the average. Default: that of the callback.
-
-        Returns:
-            A context manager that yields the model of the latest fit.
-
-        Raises:
-            IndexError: If there is no average ``index``. It is raised on entering the block, before
-                anything is changed; so are the next two.
-            TypeError: If ``index`` is not an int.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: If there are no averages, because there was no fit or other weights were
-                loaded by ``ckpt_path``; at the end of the block, if it has written to the weights
-                or has replaced parameters. A block that raised gets a note instead.
-
-        Example::
-
-            class Net(LightningModule):
-                def validation_step(self, batch, batch_idx):
-                    self.log("ema/loss", self.loss(batch))  # the average `index`
-                    with self.ema.evaluating(index=1):
-                        self.log("slow/loss", self.loss(batch))
-                    with self.ema.evaluating_training_weights():
-                        self.log("raw/loss", self.loss(batch))
-        """
+    def _before_evaluation(self) -> None:
         self._update()
-        return self._evaluation.block(self.ema, self.index if index is None else index)
 
-    def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
-
-        Use it inside ``validation_step``, as in the example of :meth:`evaluating`, or around
-        ``trainer.validate()``, which then sees the training weights. It sets evaluation mode.
-
-        Returns:
-            A context manager that yields the model of the latest fit.
-
-        Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
-                has lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: If there are no averages, because there was no fit or other weights were
-                loaded by ``ckpt_path``; at the end of a block inside an evaluation, if it has
-                written to the weights.
-        """
-        return self._evaluation.block(self.ema, None)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Swap the average in until the end of the validation, test or prediction.
-
-        Lightning calls it, and ``on_test_start`` and ``on_predict_start``, which are the same.
-        Inside a block of :meth:`evaluating` or :meth:`evaluating_training_weights` the model keeps
-        the weights of the block.
-
-        Args:
-            trainer: Trainer that calls the hook.
-            pl_module: Model of the trainer. A model that the callback does not average keeps its
-                weights.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-        """
-        ema = self._ema_of(trainer, pl_module)
+    def _evaluated(self, *args: Any) -> EMA[Any] | None:
+        """Return the averages of the model, unless Lightning has loaded others to evaluate."""
+        ema = self._ema_of(*args)
         if ema is not None:
             self._update()
-            self._evaluation.start(ema, self.index)
+        return ema
 
     def _ema_of(self, trainer: Any, pl_module: Any) -> EMA[Any] | None:
         """Return the averages of the weights that a model has, if there are any."""
@@ -432,58 +372,6 @@ class EMACallback(Callback, NamesTheRightClass):
         self._interrupted = self._evaluation.is_running
         self._evaluation.end()
         end_swap(self.ema)
-
-    def on_validation_end(self, *_: Any) -> None:
-        """Restore the training weights; without effect outside an evaluation.
-
-        Lightning calls it, and ``on_test_end``, ``on_predict_end``, ``on_train_batch_start`` and
-        ``on_exception``, which are the same: an error may have left an evaluation before its end.
-
-        Raises:
-            RuntimeError: If the evaluation has written to the weights, or has replaced parameters.
-                The training weights are restored first.
-        """
-        self._evaluation.end()
-
-    on_test_start = on_validation_start
-    on_predict_start = on_validation_start
-    on_test_end = on_validation_end
-    on_predict_end = on_validation_end
-    # An error may have left an evaluation before its end.
-    on_train_batch_start = on_validation_end
-    on_exception = on_validation_end
-
-    def update_bn(
-        self,
-        loader: Iterable[Any],
-        device: Device = None,
-        *,
-        call: Callable[[Any, Any], object] | None = None,
-    ) -> None:
-        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
-
-        Call it when no evaluation is running, for instance in ``on_train_epoch_end``. The
-        statistics belong to the average ``index`` of the callback until its next update, and are
-        saved with it; the model in training does not change.
-
-        Args:
-            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
-            device: Device that inputs are moved to. Default: they are not moved.
-            call: Function of the model and a batch that calls the model, for batches of keywords
-                or several inputs. Default: the model is called with its first input.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over. Nothing has been changed.
-            RuntimeError: If there was no fit, the model holds an average, or before the first
-                update.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
-                has been changed.
-        """
-        if self.ema is None:
-            raise RuntimeError("EMACallback.update_bn(): there are no averages. Call fit() first.")
-        self.ema.update_bn(loader, device, index=self.index, call=call)
 
     def state_dict(self) -> dict[str, Any]:
         """Update for the latest step; :meth:`on_save_checkpoint` adds the state of the averages.

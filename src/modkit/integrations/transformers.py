@@ -15,9 +15,10 @@ from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit.averaging.callback import (
     NO_AVERAGES,
+    BlocksOfEvaluation,
     EMAOptions,
     Evaluation,
-    NamesTheRightClass,
+    average_of,
     check_options,
     check_outside,
     end_swap,
@@ -70,7 +71,7 @@ _hf = _package()
 TrainerCallback: Any = _hf.TrainerCallback
 
 
-class EMACallback(TrainerCallback, NamesTheRightClass):
+class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
@@ -220,60 +221,8 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         # On this Trainer alone: others of its class are not averaged.
         setattr(trainer, name, call)
 
-    def evaluating(self, index: int | None = None) -> AbstractContextManager[Any]:
-        """Evaluate an average for a ``with`` block, which the Trainer's evaluations then see.
-
-        Use it around ``trainer.evaluate(metric_key_prefix=...)`` or ``predict()``, after training,
-        in a callback, or in an ``evaluate()`` that a class derived from the Trainer overrides, so
-        that one validation has the metrics of several averages. Storage is exchanged, nothing is
-        copied unless dtype or device differ. Whatever ends the block, the weights and the mode of
-        each module are as before it. Before the first update the block sees the training weights.
-        Checkpoints that are saved inside are those of the callback's ``index``.
-
-        Args:
-            index: Index of the average. Default: that of the callback.
-
-        Returns:
-            A context manager that yields the model in training.
-
-        Raises:
-            IndexError: If there is no average ``index``. It is raised on entering the block, before
-                anything is changed; so are the next two.
-            TypeError: If ``index`` is not an int.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            RuntimeError: If there are no averages, because nothing was trained; at the end of the
-                block, if it has written to the weights or has replaced parameters. A block that
-                raised gets a note instead.
-
-        Example::
-
-            trainer.train()
-            metrics = trainer.evaluate()  # the average `index`: eval_loss
-            with ema.evaluating(index=1):
-                metrics |= trainer.evaluate(metric_key_prefix="eval_slow")  # eval_slow_loss
-            with ema.evaluating_training_weights():
-                metrics |= trainer.evaluate(metric_key_prefix="eval_raw")  # eval_raw_loss
-        """
+    def _before_evaluation(self) -> None:
         self._prepare_evaluation(self.ema)
-        return self._evaluation.block(self.ema, self.index if index is None else index)
-
-    def evaluating_training_weights(self) -> AbstractContextManager[Any]:
-        """Evaluate the training weights for a ``with`` block, also while an average is swapped in.
-
-        Use it as :meth:`evaluating`, which has an example. Checkpoints that are saved inside are
-        those that are saved outside.
-
-        Returns:
-            A context manager that yields the model in training.
-
-        Raises:
-            NameMismatchError: If training has ended with ``swap_to_average_at_end``, and the model
-                has lost an averaged tensor since. It is raised on entering the block.
-            RuntimeError: If there are no averages, because nothing was trained; at the end of a
-                block inside an evaluation, if it has written to the weights.
-        """
-        self._prepare_evaluation(self.ema)
-        return self._evaluation.block(self.ema, None)
 
     def _prepare_evaluation(self, ema: EMA[Any] | None) -> None:
         """Write to the model what the Trainer would write while an average is swapped in."""
@@ -324,7 +273,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         check_optimizer("EMACallback", optimizer)
-        ema = EMA(kwargs["model"], self._decay, **self._options)
+        ema = average_of(kwargs["model"], self._decay, self._options)
 
         folder = self._resumed
         step = state.global_step
@@ -381,7 +330,7 @@ class EMACallback(TrainerCallback, NamesTheRightClass):
                 )
             return None
 
-        ema = EMA(self.ema.model, self._decay, **self._options)
+        ema = average_of(self.ema.model, self._decay, self._options)
         ema.load_state_dict(content["ema"])
         return ema
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import modkit
+from tests.cases import for_each
 from tests.helpers import freeze
 from tests.integration.lightning import runs
 from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
@@ -240,15 +241,47 @@ def test_batch_normalization_statistics_of_the_average(tmp_path) -> None:
     assert freeze(dict(net.state_dict())) == before
 
 
-def test_the_callback_for_hand_written_loops_names_this_one(tmp_path) -> None:
-    """A Trainer that gets it fails with a sentence that names the class that it needs."""
-    callback = modkit.EMACallback(torch.nn.Linear(1, 1))
+@for_each("resumes", [False, True])
+def test_layers_that_lightning_unfreezes(resumes, tmp_path) -> None:
+    """What BackboneFinetuning unfreezes is averaged from then on, also after a resume."""
 
-    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.lightning\.EMACallback"):
-        pl.Trainer(callbacks=[callback], default_root_dir=tmp_path, logger=False)
+    class Tuned(runs.Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = torch.nn.Linear(4, 4)
 
+        def training_step(self, batch, batch_idx):
+            return self.net(self.backbone(batch)).square().mean()
 
-def test_the_callback_in_the_trainer_of_transformers_names_that_one() -> None:
-    """So does the event that the other Trainer calls first."""
-    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.transformers\.EMACallb"):
-        EMACallback().on_init_end
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", self.net(self.backbone(batch)).square().mean())
+
+        def configure_optimizers(self):
+            trained = [p for p in self.parameters() if p.requires_grad]
+            return torch.optim.SGD(trained, lr=0.1)
+
+    def fit(epochs: int, path=None):
+        net, ema = Tuned(), EMACallback(0.5, trainable_only=True)
+        tuning = runs.callbacks.BackboneFinetuning(2, verbose=False)
+        trainer = pl.Trainer(
+            callbacks=[ema, tuning],
+            default_root_dir=tmp_path,
+            max_epochs=epochs,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(net, runs.Batches(), runs.Batches(), ckpt_path=path)
+        return trainer, net, ema
+
+    if resumes:
+        trainer, *_ = fit(3)
+        trainer.save_checkpoint(tmp_path / "tuned.ckpt")
+    _, net, ema = fit(4, tmp_path / "tuned.ckpt" if resumes else None)
+    averages = dict(ema.ema.named_averages())
+
+    assert ema.ema.n_averaged == 4 * runs.BATCHES
+    assert {"backbone.weight", "backbone.bias"} <= averages.keys()
+    assert not averages["backbone.weight"].equal(net.backbone.weight)
+    torch.testing.assert_close(averages["backbone.weight"], net.backbone.weight, atol=0.1, rtol=0)

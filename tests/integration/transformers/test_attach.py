@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-import modkit
 from tests.integration.transformers.trainers import (
     EMACallback,
     Texts,
@@ -231,18 +230,3 @@ def test_lora(tmp_path: Path) -> None:
     assert equal(average(resumed.ema), average(callback.ema))
     saved = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-12")
     assert equal(weights(saved), average(callback.ema))
-
-
-def test_the_callback_for_hand_written_loops_names_this_one(tmp_path: Path) -> None:
-    """A Trainer that gets it fails with a sentence that names the class that it needs."""
-    model = gpt2()
-    callback = modkit.EMACallback(model)
-
-    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.transformers\.EMACallb"):
-        transformers.Trainer(model, arguments(tmp_path), callbacks=[callback])
-
-
-def test_the_callback_in_lightnings_trainer_names_that_one() -> None:
-    """So does the attribute that the other Trainer reads first."""
-    with pytest.raises(AttributeError, match=r"Use modkit\.integrations\.lightning\.EMACallback"):
-        EMACallback().state_key

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import modkit
+from modkit.averaging.callback import Evaluation
 from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
 
@@ -122,6 +123,20 @@ def test_the_next_evaluation_is_right(way: Callable[[Any], None]) -> None:
         with callback.evaluating(index=index):
             assert seen(callback) == expected[index]
     assert callback.model.training
+
+
+def test_blocks_of_two_models() -> None:
+    """A callback of a trainer may average another model before the blocks of the first one end."""
+    nets = [nn.Linear(1, 1) for _ in range(2)]
+    evaluations = Evaluation()
+    blocks = [evaluations.block(modkit.EMA(net, 0.9), 0) for net in nets]
+    for block in blocks:
+        block.__enter__()
+    assert [net.training for net in nets] == [False, False]
+    for block in blocks:
+        block.__exit__(None, None, None)
+
+    assert [net.training for net in nets] == [True, True]
 
 
 @pytest.fixture

@@ -425,3 +425,52 @@ def test_resuming_is_as_not_stopping(accumulate, place, precision) -> None:
 
         assert saving == through
         assert resumed == through
+
+
+def frozen_twins() -> list[nn.Module]:
+    """Return two equal networks, of which the first layer does not train."""
+    nets = [network(), network()]
+    for net in nets:
+        net[0].requires_grad_(False)
+    return nets
+
+
+def train_by(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    """Take a step."""
+    batch_of(net, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@for_each("attached", [False, True])
+@for_each("first", ["update", "evaluating", "hook"])
+def test_layers_that_are_unfrozen_later(attached, first) -> None:
+    """They begin as copies, as after `rebind()`, and the other averages go on."""
+    net, other = frozen_twins()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (net, other)]
+    given = optimizers[0] if attached else None
+    callback = modkit.EMACallback(net, given, decay=[0.9, 0.5], trainable_only=True)
+    ema = modkit.EMA(other, [0.9, 0.5], trainable_only=True)
+    for number in range(5):
+        if number == 2:
+            net[0].requires_grad_(True)
+            other[0].requires_grad_(True)
+        if number == 2 and first == "evaluating":
+            with callback.evaluating():
+                assert net[0].weight.equal(other[0].weight)
+        elif number == 2 and first == "hook":
+            callback.on_validation_start()
+            callback.on_validation_end()
+        if number == 2 and first != "update":
+            ema.rebind()
+        train_by(net, optimizers[0], number)
+        callback.step()
+        train_by(other, optimizers[1], number)
+        if number == 2 and first == "update":
+            ema.rebind()
+        ema.update()
+
+    for index in (0, 1):
+        expected = dict(ema.named_averages(index))
+        assert "0.weight" in expected
+        assert equal([*dict(callback.ema.named_averages(index)).values()], [*expected.values()])

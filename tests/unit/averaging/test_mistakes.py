@@ -272,18 +272,3 @@ def test_the_callback_for_loops_takes_the_model() -> None:
     message = "model must be a torch.nn.Module, got float.*modkit.integrations.lightning or "
     with pytest.raises(TypeError, match=message):
         modkit.EMACallback(0.999)
-
-
-@for_each(
-    ("attribute", "package"),
-    [("state_key", "lightning"), ("on_init_end", "transformers"), ("attach", "transformers")],
-)
-def test_the_callback_for_loops_in_a_trainer(attribute: str, package: str) -> None:
-    """The attribute that a trainer reads first names the class for this trainer."""
-    callback = modkit.EMACallback(network())
-    message = f"modkit.EMACallback is not a callback .* modkit.integrations.{package}.EMACallback"
-
-    with pytest.raises(AttributeError, match=message):
-        getattr(callback, attribute)
-
-    assert not hasattr(copy.deepcopy(callback), attribute)
