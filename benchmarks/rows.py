@@ -98,6 +98,28 @@ def siblings(nn: Any, count: int = 3000) -> Names:
     return {"m": model, "state": model.state_dict()}
 
 
+def norms(nn: Any, layers: Any) -> Names:
+    """Load a dict without versions, as a safetensors file is, into layers that migrate."""
+    model = user_model(nn, layers)
+    return {"m": model, "state": dict(model.state_dict())}
+
+
+def nested_norms(nn: Any) -> Names:
+    """Make 512 BatchNorms, eight in each of eight times eight lists."""
+
+    def layers(levels: int) -> Any:
+        if levels == 0:
+            return nn.BatchNorm1d(1)
+        return nn.ModuleList(layers(levels - 1) for _ in range(8))
+
+    return norms(nn, layers(3))
+
+
+def sibling_norms(nn: Any) -> Names:
+    """Make a flat list of 1,600 BatchNorms."""
+    return norms(nn, nn.ModuleList(nn.BatchNorm1d(1) for _ in range(1600)))
+
+
 @cache
 def block_class(nn: Any) -> Any:
     """Define a user's module with two layers, at module level, so that it can be pickled."""
@@ -362,6 +384,8 @@ TIMES: Final = [
     both("load_state_dict(), 770 tensors", LOAD, network, 0.21, COPY, cold=None),
     both("load_state_dict(), 3,000 siblings", LOAD, siblings, 0.03),
     both("load_state_dict(assign=True), 770 tensors", ASSIGN, network, 0.30),
+    both("load_state_dict() of a plain dict, 512 nested BatchNorms", LOAD, nested_norms, 1.10),
+    both("load_state_dict() of a plain dict, 1,600 BatchNorms", LOAD, sibling_norms, 0.40),
     both("train()", "m.train()", network, limit=MODE, cold=None),
     # What keeps ties apart from what was converted already takes the difference.
     both("float(), nothing to do", "m.float()", network, 1.35, cold=None),

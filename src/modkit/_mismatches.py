@@ -6,15 +6,15 @@ read, and nothing is changed.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
 from modkit._layer_lists import Shape, Shapes, is_renumbered, lists_in, names_below
-from modkit._renames import Renames, Rule, Unexplained, beginnings, find_renames, starred
-from modkit.errors import MigrationError, printable
+from modkit._renames import Renames, Rule, Unexplained, find_renames, starred
+from modkit.errors import printable
 
 
 MOST_LINES: Final = 8
@@ -116,53 +116,6 @@ or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
         if nested is not None:
             return nested
     return compare(model, file, reported)
-
-
-def explain_old_names(
-    model: Shapes,
-    state_dict: Mapping[Any, Any],
-    migrate: Callable[[dict[str, torch.Tensor]], Mapping[str, Any]],
-) -> list[str]:
-    """Say that names of an older version have a prefix, behind which they can be migrated.
-
-    Args:
-        model: The names and shapes of the model's tensors.
-        state_dict: What was given for a state dict, of any content.
-        migrate: Returns the migrated entries of a state dict without a prefix.
-
-    Returns:
-        At most eight lines; none if the names do not have one prefix, or fit without it in no way.
-    """
-    file = shapes_of(state_dict)
-    if file.keys() & model.keys():
-        return []
-
-    for prefix in islice(_shared_prefixes(file), _MOST_NESTED):
-        without = {
-            # A migration may split or join tensors, so it gets tensors, on meta without memory.
-            name.removeprefix(prefix): torch.empty(shape or (), device="meta")
-            for name, shape in file.items()
-        }
-        try:
-            migrated = shapes_of(migrate(without))
-        # The names behind this prefix are not those of an older version.
-        except MigrationError:
-            continue
-        # Fewer names may fit by chance: many models have a "weight" and a "bias".
-        if len(migrated.keys() & model.keys()) * 2 >= len(model):
-            line = _say_prefix(Rule("prefix", (prefix,), ("",), len(file)), len(file))
-            return [line, *compare(model, migrated)][:MOST_LINES]
-    return []
-
-
-def _shared_prefixes(names: Collection[str]) -> Iterator[str]:
-    """Yield the beginnings that all names have, the shortest first."""
-    # A name from a file may be of any length.
-    for beginning in beginnings(next(iter(names), "")[:1000])[:-1]:
-        prefix = f"{beginning}."
-        if not all(name.startswith(prefix) for name in names):
-            return
-        yield prefix
 
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import modkit
+import modkit.migrations
 import modkit.nn
 
 
@@ -66,14 +67,21 @@ def test_an_override_of_the_model_is_called() -> None:
 
 @pytest.mark.parametrize("base", [modkit.nn.Module, torch.nn.Module], ids=["modkit", "torch"])
 def test_an_override_without_assign_is_called(base: type[torch.nn.Module]) -> None:
-    """A ``load_state_dict`` that was written before torch had ``assign`` gets ``strict`` alone."""
+    """A ``load_state_dict`` of fewer arguments gets those that differ from their defaults alone."""
 
     class Old(base):
         def load_state_dict(self, state_dict, strict=True):
             return ("own", strict)
 
+    class Older(base):
+        def load_state_dict(self, state_dict):
+            return ("own", state_dict)
+
     assert modkit.load_state_dict(Old(), {}) == ("own", True)
     assert modkit.load_state_dict(Old(), {}, strict=False) == ("own", False)
+    assert modkit.load_state_dict(Older(), {}) == ("own", {})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strict'"):
+        modkit.load_state_dict(Older(), {}, strict=False)
     with pytest.raises(TypeError, match="unexpected keyword argument 'assign'"):
         modkit.load_state_dict(Old(), {}, assign=True)
 
@@ -139,3 +147,62 @@ def test_siblings_take_linear_time(stray: bool) -> None:
     modkit.load_state_dict(model, state, strict=not stray)
 
     assert looks <= 4 * len(state)
+
+
+class Name(str):
+    """A name in a state dict that counts how often it is looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def startswith(self, *args):
+        """Count a look at the beginning."""
+        Name.looks += 1
+        return super().startswith(*args)
+
+
+class Derived(torch.nn.BatchNorm1d):
+    """A layer that inherits its loader."""
+
+
+def own_loader() -> torch.nn.Module:
+    """Make a layer whose class migrates, so that modules load one after the other."""
+
+    @modkit.migrations.declare({3: [modkit.migrations.rename("gamma", "weight")]})
+    class Declared(torch.nn.BatchNorm1d):
+        pass
+
+    return Declared(1)
+
+
+LAYERS = {
+    "batch norm": lambda: torch.nn.BatchNorm1d(1),
+    "nested": lambda: torch.nn.Sequential(torch.nn.BatchNorm2d(1)),
+    "derived": lambda: Derived(1),
+    "synchronized": lambda: torch.nn.SyncBatchNorm(1),
+    "instance norm": lambda: torch.nn.InstanceNorm1d(1, affine=True, track_running_stats=True),
+    "declared": own_loader,
+}
+LOADS = {
+    "method": lambda model, state: model.load_state_dict(state),
+    "function": modkit.load_state_dict,
+    "not strict": lambda model, state: modkit.load_state_dict(model, state, strict=False),
+    "matching": modkit.load_matching,
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_plain_dicts_take_linear_time(layer: str, load: str) -> None:
+    """Without versions, each layer looks at its own names: twice as many layers, twice the looks."""
+    looks = []
+    for count in (40, 80):
+        model = modkit.nn.Module()
+        model.layers = torch.nn.ModuleList(LAYERS[layer]() for _ in range(count))
+        state = {Name(name): tensor + 1 for name, tensor in model.state_dict().items()}
+        Name.looks = 0
+        LOADS[load](model, state)
+        looks.append(Name.looks)
+
+        assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert looks[1] <= 2 * looks[0] + 100

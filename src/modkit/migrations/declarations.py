@@ -8,10 +8,9 @@ import torch
 from modkit._renames import paths_after
 from modkit._upstream import layer_loaders
 from modkit.errors import MigrationError
-from modkit.migrations.state_dicts import migrate_before_load
 from modkit.migrations.steps import Step
 from modkit.migrations.versions import Subtree, bring, is_declared, table_of
-from modkit.nn._load_plan import migrates_before
+from modkit.nn._load_plan import migrates_other_versions
 from modkit.nn._overrides import STANDARD
 
 
@@ -131,7 +130,7 @@ def _add_loader(cls: Any) -> None:
     _load_from_state_dict.__qualname__ = f"{cls.__qualname__}._load_from_state_dict"
     cls._load_from_state_dict = _load_from_state_dict
     if own_loader is None:
-        migrates_before(_load_from_state_dict, migrate_before_load)
+        migrates_other_versions(_load_from_state_dict)
 
 
 def _needs_version(module: Any) -> bool:

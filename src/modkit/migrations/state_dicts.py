@@ -169,15 +169,6 @@ def migrate_with_record(
     return with_metadata(_in_model_order(modules, subtree.entries), present)
 
 
-def migrate_before_load(
-    model: torch.nn.Module, state_dict: Mapping[str, Any]
-) -> "OrderedDict[str, Any]":
-    """Return a state dict as ``model`` loads it: names keep the prefixes of wrappers."""
-    subtree = Subtree(dict(state_dict), dict(getattr(state_dict, "_metadata", None) or {}))
-    _walk(model, subtree, record=[], by_class={}, to={}, with_wrappers=True)
-    return with_metadata(subtree.entries, subtree.saved)
-
-
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside DataParallel, DistributedDataParallel and ``torch.compile``."""
     parallel = (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)
@@ -254,7 +245,6 @@ def _walk(
     record: list[Change],
     by_class: Mapping[type, int],
     to: Mapping[type, int],
-    with_wrappers: bool = False,
 ) -> dict[str, torch.nn.Module]:
     """Migrate the parts of all modules: upwards before their children, downwards after them.
 
@@ -279,7 +269,7 @@ def _walk(
         if "." in name:
             # ``setattr`` accepts such a name, and its keys may be those of another child.
             return None
-        is_inside_wrapper = not with_wrappers and not without_wrappers(name)
+        is_inside_wrapper = not without_wrappers(name)
         subtree = parent if is_inside_wrapper else parent.child(name)
         upwards(child, subtree)
         return subtree

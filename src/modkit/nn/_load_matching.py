@@ -14,9 +14,9 @@ from modkit._namespace import publish
 from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
 from modkit.errors import NameMismatchError, printable
-from modkit.nn._load_plan import Load, declared_migration, read_once, tensors_of
+from modkit.nn._load_plan import read_once, tensors_of
 from modkit.nn._load_state_dict import run_load
-from modkit.nn._load_tensor import check
+from modkit.nn._load_tensor import check, misfit
 from modkit.nn._overrides import TorchModule, is_standard
 
 
@@ -31,7 +31,8 @@ class Matched:
 
     Attributes:
         loaded: Names of the model that were loaded, extra state included.
-        skipped: Names of the state dict that were not loaded, each with the reason.
+        skipped: Names of the state dict that were not loaded, each with the reason; the present
+            name of an entry that a class has migrated.
         missing: Names of the model that were not loaded, and so keep their values.
     """
 
@@ -72,8 +73,8 @@ def load_matching(
     ``strict=False`` raises where a shape differs; this function skips the entry, with both shapes.
     Names are never guessed: what ``strip`` and ``rename`` do not say has to be the same. As in
     ``load_state_dict``, nothing is written unless all that fits can be written, if no class and no
-    hook takes part in loading; a class that migrates old entries is called. Migrations that a class
-    declares come first, so that shapes are compared under the present names.
+    hook takes part in loading. A class that migrates old entries does so first, so that shapes are
+    compared under the present names.
 
     Args:
         model: Any ``torch.nn.Module``.
@@ -107,37 +108,34 @@ def load_matching(
     _check_types(model, state_dict)
     state_dict = read_once(state_dict)
     new_names = _new_names(state_dict, strip, rename)
-    loading = _migrated(model, state_dict, new_names)
+    old_names = {new: old for old, new in new_names.items()}
+    without_name = {key: value for key, value in state_dict.items() if key not in new_names}
+    entries: Any = OrderedDict((new, state_dict[old]) for new, old in old_names.items())
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        entries._metadata = _moved_metadata(metadata, new_names)
 
     targets = tensors_of(model)
-    without_name = {key: value for key, value in state_dict.items() if key not in new_names}
-    skipped = {repr(key): "its key is not a string" for key in without_name}
-    old_names = _old_names(state_dict, new_names, loading.entries)
-    entries: Any = OrderedDict()
-    for name, value in loading.entries.items():
-        reason = _misfit(name, value, targets)
-        if reason:
-            skipped[old_names[name]] = reason
-        else:
-            entries[name] = value
-    if loading.metadata is not None:
-        entries._metadata = loading.metadata
-
-    fits = bool(targets.keys() & entries.keys())
+    misfits: dict[str, str] = {}
     if is_standard(model, "load_state_dict"):
-        loaded_entries = run_load(model, entries, strict=False)
-        unexpected = {*loaded_entries.unexpected}
-        missing = {*loaded_entries.missing}
+        loading = run_load(model, entries, strict=False, misfits=misfits)
+        unexpected = {*loading.unexpected}
+        missing = {*loading.missing}
     else:
-        missing, unexpected = map(set, _load_by_override(model, entries, targets))
+        missing, unexpected = map(set, _load_by_override(model, entries, targets, misfits))
+    missing |= misfits.keys()
 
+    skipped = {repr(key): "its key is not a string" for key in without_name}
+    # A name that a class or a hook has made during the load has no old one.
+    skipped |= {old_names.get(name, name): reason for name, reason in misfits.items()}
     skipped |= {old_names[name]: "not in the model" for name in entries if name in unexpected}
+
     # Other names that were taken: extra state, or entries that a class migrated.
     others = [name for name in entries if name not in targets and name not in unexpected]
-    if not fits and not others:
-        raise _nothing_fits(model, targets, {**without_name, **loading.entries})
-
     loaded = [name for name in targets if name not in missing and (name in entries or others)]
+    if not loaded and not others:
+        raise _nothing_fits(model, targets, {**without_name, **entries})
+
     # A tied parameter that is loaded under one of its names is not missing under another one.
     written = {id(targets[name]) for name in loaded}
     lacking = [name for name in targets if name in missing and id(targets[name]) not in written]
@@ -196,42 +194,13 @@ def _new_names(
     return new_names
 
 
-def _migrated(
-    model: torch.nn.Module, state_dict: Mapping[str, Any], new_names: Mapping[str, str]
-) -> Load:
-    """Return a load of the entries under their new names, after declared migrations."""
-    renamed: Any = OrderedDict((new, state_dict[old]) for old, new in new_names.items())
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        renamed._metadata = _moved_metadata(metadata, new_names)
-    loading = Load(renamed, assign=False)
-    migrate = declared_migration(model)
-    if migrate is not None:
-        known = {"", *(loading.metadata or ())}
-        loading.migrate(model, migrate)
-        # A module without entries has no version: a hook may still move old ones below it.
-        known.update(path for name in loading.entries for path in beginnings(name))
-        loading.metadata = {path: own for path, own in loading.metadata.items() if path in known}
-    return loading
-
-
-def _old_names(
-    state_dict: Mapping[str, Any], new_names: Mapping[str, str], migrated: Mapping[str, Any]
-) -> dict[str, str]:
-    """Return the name in the state dict of each entry; its own where a migration computed it."""
-    by_identity = {id(state_dict[old]): old for old in new_names}
-    # One tensor may have several names.
-    unchanged = {new: old for old, new in new_names.items() if migrated.get(new) is state_dict[old]}
-    return {
-        name: unchanged.get(name, by_identity.get(id(value), name))
-        for name, value in migrated.items()
-    }
-
-
 def _load_by_override(
-    model: torch.nn.Module, entries: Mapping[str, Any], targets: Mapping[str, torch.Tensor]
+    model: torch.nn.Module,
+    entries: Mapping[str, Any],
+    targets: Mapping[str, torch.Tensor],
+    misfits: dict[str, str],
 ) -> tuple[Iterable[str], Iterable[str]]:
-    """Call the model's own ``load_state_dict``.
+    """Call the model's own ``load_state_dict`` with what fits.
 
     Returns:
         The missing and the unexpected keys. Some overrides do not return them; then the names are
@@ -240,9 +209,16 @@ def _load_by_override(
     Raises:
         TypeError: If it has no argument ``strict``.
     """
+    shared = entries.keys() & targets.keys()
+    problems = (check(name, targets[name], entries[name])[1] for name in shared)
+    misfits.update(found for found in map(misfit, filter(None, problems)) if found)
+    fitting: Any = OrderedDict(item for item in entries.items() if item[0] not in misfits)
+    if hasattr(entries, "_metadata"):
+        fitting._metadata = entries._metadata
+
     load: Callable[..., Any] = model.load_state_dict
     try:
-        inspect.signature(load).bind(entries, strict=False)
+        inspect.signature(load).bind(fitting, strict=False)
     except TypeError as error:
         raise TypeError(
             f"modkit.load_matching(): {type(model).__name__}.load_state_dict() does not accept "
@@ -250,21 +226,11 @@ def _load_by_override(
             "torch.nn.Module.load_state_dict(). Nothing has been changed."
         ) from error
 
-    keys: tuple[Iterable[str], Iterable[str]] | None = load(entries, strict=False)
+    keys: tuple[Iterable[str], Iterable[str]] | None = load(fitting, strict=False)
     if keys is None:
         names = {*targets, *model.state_dict()}
-        keys = targets.keys() - entries.keys(), entries.keys() - names
+        keys = targets.keys() - fitting.keys(), fitting.keys() - names
     return keys
-
-
-def _misfit(name: str, value: Any, targets: Mapping[str, torch.Tensor]) -> str:
-    """Return why a value cannot be loaded; empty if it can, or if only the load knows."""
-    target = targets.get(name)
-    if target is None or check(name, target, value)[1] is None:
-        return ""
-    if not isinstance(value, torch.Tensor):
-        return f"not a tensor: {torch.typename(value)}"
-    return f"shape {list(value.shape)}, the model has {list(target.shape)}"
 
 
 def _moved_metadata(metadata: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ There is a plan if no class and no hook takes part in loading.
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,8 +22,17 @@ from modkit._upstream import (
     original_methods,
     transforms_are_active,
 )
-from modkit.errors import MigrationError
-from modkit.nn._load_tensor import PLAIN, Entry, Ties, check, may_fail, try_out, warn_if_meta, write
+from modkit.nn._load_tensor import (
+    PLAIN,
+    Entry,
+    Ties,
+    check,
+    may_fail,
+    misfit,
+    try_out,
+    warn_if_meta,
+    write,
+)
 from modkit.nn._overrides import STANDARD, StandardClasses, TorchModule, standard_classes
 
 
@@ -56,12 +64,11 @@ class Load:
     """One load: what is loaded, and what is wrong with it.
 
     Attributes:
-        entries: What modules load from: a copy of the state dict, or its migrated entries.
+        entries: What modules load from: a copy of the state dict.
         given: The state dict as the user passed it, for the explanation of an error.
         metadata: The versions of the modules that saved it, by name; None if it has none.
         saved: Looks up one of them.
         assign: Whether the entries themselves take the place of the tensors.
-        is_migrated: Whether a class has replaced the entries of an older version.
         missing: Names without an entry. This list and the next two are handed to every module.
         unexpected: Keys that no module loads.
         errors: The texts of all other problems.
@@ -82,33 +89,9 @@ class Load:
             entries._metadata = self.metadata
 
         self.assign = assign
-        self.is_migrated = False
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.errors: list[str] = []
-
-    def migrate(self, module: torch.nn.Module, migrate: Any) -> None:
-        """Replace the entries by those of the present versions.
-
-        Args:
-            module: The module that is loaded, whose name the error has.
-            migrate: The function that a class declared, which returns the migrated entries.
-
-        Raises:
-            RuntimeError: If the entries cannot be migrated.
-        """
-        self.missing.clear()
-        try:
-            self.entries = migrate(module, self.entries)
-        except MigrationError as error:
-            self.errors.append(str(error))
-            self.refuse(module, strict=False)
-        # Names that the load reports are those after the migration. A copy: layers may edit the
-        # entries.
-        self.given = dict(self.entries)
-        self.metadata = self.entries._metadata
-        self.saved = self.metadata.get
-        self.is_migrated = True
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
         """Return the metadata of one module, and whether to assign.
@@ -149,6 +132,12 @@ class Load:
         if errors:
             raise self._refusal(module, "\n\t".join(errors))
 
+    def set_aside(self, misfits: dict[str, str]) -> None:
+        """Move the entries that do not fit from the errors to ``misfits``, with the reason."""
+        found = [(error, misfit(error)) for error in self.errors]
+        misfits.update(reason for _, reason in found if reason)
+        self.errors[:] = [error for error, reason in found if not reason]
+
     def _refusal(self, module: torch.nn.Module, listed: str) -> RuntimeError:
         """Return torch's error with the cause as notes.
 
@@ -175,23 +164,13 @@ class Load:
             The lines; none if the reason cannot be found out.
         """
         # Imported here: it costs nothing until a load has failed.
-        from modkit._mismatches import explain, explain_old_names, shapes_of
+        from modkit._mismatches import explain, shapes_of
 
-        start = "size mismatch for "
-        mismatched = [
-            error.removeprefix(start).partition(": ")[0]
-            for error in self.errors
-            if error.startswith(start)
-        ]
+        mismatched = [found[0] for found in map(misfit, self.errors) if found]
         # Whatever the model or the file holds, torch's error is shown, with an explanation or not.
         try:
             shapes = shapes_of(tensors_of(module))
-            migrate = declared_migration(module)
-            lines = (
-                explain_old_names(shapes, self.given, partial(migrate, module)) if migrate else []
-            )
-            reported = self.missing, self.unexpected, mismatched
-            return lines or explain(shapes, self.given, reported)
+            return explain(shapes, self.given, (self.missing, self.unexpected, mismatched))
         except Exception:  # noqa: BLE001
             return []
 
@@ -330,14 +309,6 @@ class _NotPlannedError(Exception):
     """A class or a hook takes part in loading, or one key may belong to two tensors."""
 
 
-class _OldVersionError(Exception):
-    """A module was saved in another version, and its class migrates the whole state dict first."""
-
-    def __init__(self, migrate: Any) -> None:
-        super().__init__()
-        self.migrate = migrate
-
-
 def may_plan(module: torch.nn.Module) -> bool:
     """Return False if it is certain, before any entry is looked at, that there will be no plan.
 
@@ -368,8 +339,6 @@ def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
     Returns:
         What to write; None if a class or a hook takes part in loading.
 
-    Raises:
-        RuntimeError: If a class declares migrations, and the entries cannot be migrated.
     """
     plan = Plan()
     classes = _PlannedClasses()
@@ -394,79 +363,26 @@ def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
             descend(module, "", enter)
     except _NotPlannedError:
         return None
-    except _OldVersionError as error:
-        loading.migrate(module, error.migrate)
-        return make_plan(module, loading)
     return plan
 
 
 # By identity, as ``STANDARD``. Each function is held, so that no other object gets its identity.
-_MIGRATING: Final[dict[int, object]] = {id(loader): loader for loader in layer_loaders}
+_OF_LAYERS: Final = {id(loader): loader for loader in layer_loaders}
+_DECLARED: Final[dict[int, object]] = {}
 
 
-def only_migrates(loader: FunctionT) -> FunctionT:
-    """Mark a ``_load_from_state_dict`` that edits its entries and leaves the rest to super's.
-
-    Args:
-        loader: The function, which writes no tensor.
-
-    Returns:
-        The function itself, so that this can decorate it.
-    """
-    _MIGRATING[id(loader)] = loader
+def migrates_other_versions(loader: FunctionT) -> FunctionT:
+    """Mark a ``_load_from_state_dict`` that leaves entries of its class's version to super's."""
+    _DECLARED[id(loader)] = loader
     return loader
-
-
-# The loaders of classes that declare migrations, by identity, each with the function that migrates
-# a whole state dict.
-_MIGRATING_BEFORE: Final[dict[int, tuple[object, Any]]] = {}
-
-
-def migrates_before(loader: object, migrate: Any) -> None:
-    """Mark a ``_load_from_state_dict`` that does nothing after ``migrate(model, state_dict)``.
-
-    Args:
-        loader: The function of a class that declares migrations.
-        migrate: Returns the migrated entries of a whole state dict, for a model.
-    """
-    _MIGRATING_BEFORE[id(loader)] = loader, migrate
-
-
-def declared_migration(model: torch.nn.Module) -> Any:
-    """Return the function that migrates a whole state dict; None if no class declares migrations.
-
-    Args:
-        model: The root of the tree that is loaded.
-    """
-    classes = {type(model)}
-
-    def enter(name: str, child: torch.nn.Module, state: bool) -> bool:
-        classes.add(type(child))
-        return state
-
-    descend(model, True, enter)
-    for cls in classes:
-        for base in cls.__mro__:
-            loader = id(base.__dict__.get("_load_from_state_dict"))
-            if loader in _MIGRATING_BEFORE:
-                return _MIGRATING_BEFORE[loader][1]
-    return None
 
 
 class _PlannedClasses(dict[type, dict[str, object] | None]):
     """Caches for one walk how each class is planned for.
 
     Empty: its entries are checked here. None: it takes part in loading, so nothing can be planned.
-    Else the metadata with which nothing is left to do for the classes behind it, whose own methods
-    migrate entries first.
-
-    Attributes:
-        before: Classes that migrate the whole state dict first, with the function that does.
+    Else the metadata with which nothing is left to migrate.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before: dict[type, Any] = {}
 
     def __missing__(self, cls: type[torch.nn.Module]) -> dict[str, object] | None:
         """Check a class that this walk has not met before."""
@@ -484,22 +400,16 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
                 loader = id(base.__dict__.get("_load_from_state_dict", TORCH_LOAD))
                 if loader in STANDARD:
                     continue
-                if loader in _MIGRATING_BEFORE:
-                    self.before[cls] = _MIGRATING_BEFORE[loader][1]
-                    continue
-                if loader not in _MIGRATING:
+                if loader not in _OF_LAYERS and loader not in _DECLARED:
                     migrating = None
                     break
 
-                version = getattr(base, "_version", None)
+                # A layer of torch has a number of its own, a declaration that of the class.
+                version = getattr(base if loader in _OF_LAYERS else cls, "_version", None)
                 if migrating and migrating["version"] != version:
                     # Two loaders for two versions: no metadata is that of both.
                     version = _MISSING
                 migrating = {"version": version}
-
-            if cls in self.before:
-                # A loader behind a declaration runs after it, on each module.
-                migrating = {"version": cls._version} if migrating == {} else None
         self[cls] = migrating
         return migrating
 
@@ -511,7 +421,6 @@ def _plan_one(
 
     Raises:
         _NotPlannedError: The class or a hook takes part in loading.
-        _OldVersionError: The class migrates the whole state dict before anything is loaded.
     """
     migrating = classes[type(module)]
     if migrating is None:
@@ -530,8 +439,8 @@ def _plan_one(
     if migrating and loading.saved(prefix[:-1]) != migrating:
         written = loading.saved(prefix[:-1])
         if not written or written.get("version") != migrating["version"]:
-            if not loading.is_migrated and (migrate := classes.before.get(type(module))):
-                raise _OldVersionError(migrate)
+            if id(type(module)._load_from_state_dict) not in _OF_LAYERS:
+                raise _NotPlannedError
             try:
                 _migrate(module, prefix, loading, plan)
             except Exception as error:
@@ -544,17 +453,33 @@ def _plan_one(
         )
 
 
+# What a layer of torch may add or remove besides its members.
+_STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
+
+
 def _migrate(module: torch.nn.Module, prefix: str, loading: Load, plan: Plan) -> None:
-    """Let a layer's own method update the entries of an old checkpoint.
+    """Let a layer of torch update its entries of an old checkpoint, and no others.
 
     It runs on a stand-in without members, so it writes no tensor; all entries are checked first.
     """
-    local = loading.local_metadata(prefix)
+    entries = loading.entries
+    # A search of all keys for each layer would take quadratic time.
+    names = dict.fromkeys((*module._parameters, *module._buffers, *_STATISTICS))
+    keys = [prefix + name for name in names if prefix + name in entries]
+    own = {key: entries[key] for key in keys}
+
     stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
     stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
     problems: list[str] = []
-    stand_in._load_from_state_dict(loading.entries, prefix, local, False, [], [], problems)
+    stand_in._load_from_state_dict(
+        own, prefix, loading.local_metadata(prefix), False, [], [], problems
+    )
+
+    for key in keys:
+        if key not in own:
+            del entries[key]
+    entries.update(own)
     plan.entries += problems
     plan.added += len(problems)
 

@@ -69,23 +69,16 @@ def load(
 
 
 def run_load(
-    self: torch.nn.Module, state_dict: Mapping[str, Any], *, strict: bool, assign: bool = False
+    self: torch.nn.Module,
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool,
+    assign: bool = False,
+    misfits: dict[str, str] | None = None,
 ) -> Load:
-    """Load a state dict.
+    """Load a state dict; return the load, with the keys that did not match.
 
-    Args:
-        self: The root of the tree.
-        state_dict: Names to tensors and extra state.
-        strict: Whether missing and unexpected keys are errors.
-        assign: Whether the entries take the place of the tensors.
-
-    Returns:
-        The load, with the keys that did not match.
-
-    Raises:
-        TypeError: If ``state_dict`` is not a mapping.
-        RuntimeError: Lists all problems.
-        RecursionError: If a module contains itself.
+    With ``misfits``, entries that do not fit are no errors: it gets their keys, with the reason.
     """
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
@@ -100,14 +93,19 @@ def run_load(
             if len(plan.entries) - plan.added < len(loading.entries):
                 loading.unexpected += _all_unexpected(self, loading)
             plan.check(loading, strict=strict)
+            if misfits is not None:
+                loading.set_aside(misfits)
+                plan.entries = [entry for entry in plan.entries if not isinstance(entry, str)]
             loading.refuse(self, strict=strict)
             plan.write(loading)
             loading.refuse(self, strict=False)
             return loading
 
-    # A new one: layers may have migrated entries before another module turned out to take part.
+    # A new one: layers may have changed entries before another module turned out to take part.
     loading = Load(state_dict, assign=assign)
     _load_in_order(self, loading)
+    if misfits is not None:
+        loading.set_aside(misfits)
     loading.refuse(self, strict=strict)
     return loading
 

@@ -1,5 +1,6 @@
 """Loading one tensor of a state dict: the check before any write, and three ways of writing."""
 
+import re
 import warnings
 from typing import Any, Final, TypeAlias
 
@@ -70,6 +71,28 @@ def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
         f"the shape in current model is {target.shape}."
     )
+
+
+_MISFIT: Final = re.compile(
+    r"size mismatch for (?P<name>.*): copying a param with shape torch\.Size\((?P<size>.*)\) from "
+    r"checkpoint, the shape in current model is torch\.Size\((?P<expected>.*)\)\."
+    r'|While copying the parameter named "(?P<key>.*)", expected torch\.Tensor or Tensor-like '
+    r"object from checkpoint but received <class '(?P<type>.*)'>",
+    re.DOTALL,
+)
+
+
+def misfit(problem: str) -> tuple[str, str] | None:
+    """Return the key of an entry that ``check`` refuses, and why; None for another problem.
+
+    It is read from the text, since modules of other classes report in it.
+    """
+    match = _MISFIT.fullmatch(problem)
+    if match is None:
+        return None
+    if match["key"] is not None:
+        return match["key"], f"not a tensor: {match['type']}"
+    return match["name"], f"shape {match['size']}, the model has {match['expected']}"
 
 
 def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
