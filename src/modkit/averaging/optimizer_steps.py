@@ -3,7 +3,6 @@
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -85,33 +84,6 @@ class _Calls(threading.local):
     count = 0
 
 
-@dataclass(frozen=True)
-class _Witness:
-    """An averaged parameter that an optimizer trains, and where it stands in its groups."""
-
-    parameter: torch.Tensor
-    group: int
-    place: int
-
-    @classmethod
-    def among(cls, averaged: Iterable[torch.Tensor], optimizer: Optimizer) -> "Self | None":
-        """Return the first averaged parameter of an optimizer; None if it has none."""
-        ids = set(map(id, averaged))
-        for group, entry in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(entry["params"]):
-                if id(parameter) in ids:
-                    return cls(parameter, group, place)
-        return None
-
-    def is_trained_by(self, optimizer: Optimizer) -> bool:
-        """Return True if the optimizer still has the parameter at that place."""
-        try:
-            found = optimizer.param_groups[self.group]["params"][self.place]
-        except IndexError:
-            return False
-        return found is self.parameter
-
-
 class OptimizerSteps:
     """Attached optimizers, and the indices of those that have stepped in this training step.
 
@@ -134,8 +106,8 @@ class OptimizerSteps:
     def __init__(self, stepped: Iterable[int] = ()) -> None:
         # Weak, because the hooks of an optimizer hold these averages.
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        # For each optimizer an averaged parameter that it trains, with the places of both.
-        self._witnesses: dict[int, _Witness] = {}
+        # The first parameter of each optimizer when it was last seen to train averaged ones.
+        self._first: dict[int, torch.Tensor | None] = {}
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
         # Versions of parameters when the averages were last updated by an optimizer's step.
@@ -236,25 +208,26 @@ class OptimizerSteps:
         to the model after this step: the averages would lag one step behind.
         """
         for index, optimizer in self.optimizers.items():
-            witness = self._witnesses.get(index)
-            if witness is not None and witness.is_trained_by(optimizer):
+            groups = (group["params"] for group in optimizer.param_groups)
+            first = next(chain.from_iterable(groups), None)
+            # What replaces parameters replaces all of them.
+            if first is not None and first is self._first.get(index):
                 continue
-            witness = _Witness.among(averaged(), optimizer)
-            if witness is None:
+            if not trains_any(optimizer, set(map(id, averaged()))):
                 raise RuntimeError(
                     f"EMA: {type(optimizer).__name__} no longer holds averaged parameters: since "
                     "attach(), others have taken their place, such as the master weights of "
                     "DeepSpeed or apex, from which the model is written after this step. The step "
                     f"was taken and not averaged. Call detach(), and {_CALL_UPDATE}"
                 )
-            self._witnesses[index] = witness
+            self._first[index] = first
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
         for handle in self._handles:
             handle.remove()
         self._optimizers = []
-        self._witnesses = {}
+        self._first = {}
         self._handles = []
         self.stepped = set()
         self._versions = None
