@@ -66,6 +66,10 @@ def export_average(
             has become empty; on the other ranks, if rank 0 could not write the file.
         OSError: On rank 0, if the file cannot be written.
 
+    Warns:
+        UserWarning: Once per ``EMA``, if more than 10 % of the average is the model of the first
+            update, and more than in a plain mean.
+
     Example:
         >>> import torch
         >>> from modkit import EMA, nn
@@ -79,6 +83,7 @@ def export_average(
     """
     file = Path(path)
     contents = _Contents(ema, index, dtype, streamed=file.suffix == ".safetensors")
+    ema._warn_of_first("export_average", index)
     gathered = contents.gathered()
 
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

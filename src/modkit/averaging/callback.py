@@ -66,6 +66,7 @@ def swap_at_end(ema: EMA[Any], index: int) -> None:
     end_swap(ema)
     ema.store()
     ema.copy_to(index=index)
+    ema._warn_of_first("swap_to_average_at_end", index)
 
 
 def end_swap(ema: EMA[Any] | None) -> None:
@@ -372,8 +373,8 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
             is an update, as in :meth:`EMA.attach() <modkit.EMA.attach>`. None, or an empty
             sequence, to call :meth:`step` or :meth:`on_train_batch_end` after each optimizer step
             instead.
-        decay: Decay factor of one step, in [0, 1], by default 0.999. A list gives several averages,
-            numbered by ``index`` from 0.
+        decay: Constant decay factor of one step, in [0, 1]. A list gives several averages, numbered
+            by ``index`` from 0. Default: the schedule ``CountWarmup(0.999)``.
         index: Index of the average that evaluations see, and that ``swap_to_average_at_end``
             copies.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.

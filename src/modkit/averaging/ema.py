@@ -49,6 +49,9 @@ __all__ = ["EMA", "EMAOptions"]
 # So many writes to a parameter are training: creating and loading a model takes fewer.
 _TRAINED: Final = 10
 
+# The weight of the first model above which an average is not yet one of the training.
+_LARGE_SHARE: Final = 0.1
+
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -84,10 +87,12 @@ class EMA(Generic[ModelT_co]):
 
     Args:
         model: Model to track. It is neither copied nor modified.
-        decay: Decay factor of one step, in [0, 1], by default 0.999. An average spans about
+        decay: Constant decay factor of one step, in [0, 1]. An average spans about
             ``1 / (1 - decay)`` steps. A list gives several averages, numbered by ``index`` from 0.
         schedule: Decay that changes, instead of ``decay``: a schedule of :mod:`modkit.schedules`, a
             function of ``n``, the number of steps since the average was a copy, or a list of them.
+            Default, if ``decay`` is not given: ``CountWarmup(0.999)``, which has forgotten the
+            first model within a few steps.
         update_after_step: Number of updates to ignore before the parameters are copied, 0 or more.
         update_every: Average once every ``update_every`` updates, 1 or more, with the product of
             the decays of these steps, such as ``decay ** update_every``.
@@ -186,6 +191,9 @@ class EMA(Generic[ModelT_co]):
         self.n_averaged = 0
         # The step at which the average was a copy of the model; None before.
         self._start: int | None = None
+        # The weight of the first model in each average; None if it is unknown.
+        self._first_shares: list[float] | None = None
+        self._has_warned_of_first = False
 
         options = Options(
             include=include,
@@ -326,7 +334,24 @@ class EMA(Generic[ModelT_co]):
     def __repr__(self) -> str:
         schedules = ", ".join(map(repr, self.schedules))
         counts = f"step={self.step}, n_averaged={self.n_averaged}"
+        if self._first_shares is not None:
+            counts += f", first_model={', '.join(f'{s:.1%}' for s in self._first_shares)}"
         return f"{type(self).__name__}({type(self.model).__name__}, {schedules}, {counts})"
+
+    def _warn_of_first(self, call: str, index: int) -> None:
+        """Warn once if an average that becomes final is still the model of the first update."""
+        if self._first_shares is None or self._has_warned_of_first:
+            return
+        share = self._first_shares[index]
+        # A plain mean of a few models has as much of each.
+        if share <= max(_LARGE_SHARE, 1.01 / self.n_averaged):
+            return
+        self._has_warned_of_first = True
+        warn_user(
+            f"{call}: {share:.0%} of this average is the model of the first update: the decay of "
+            f"{self.schedules[index]} is too close to 1 for {self.n_averaged} updates. Leave decay "
+            "out, which warms it up, or pass a smaller one"
+        )
 
     @never_compiled
     @_section
@@ -377,11 +402,15 @@ class EMA(Generic[ModelT_co]):
             self.step = step
             return
 
-        weights = [1.0 - schedule.over(count, every) for schedule in self.schedules]
-        taken = self._engine.step(source, Ema(weights), count)
+        decays = [schedule.over(count, every) for schedule in self.schedules]
+        taken = self._engine.step(source, Ema([1.0 - decay for decay in decays]), count)
 
         # Counters change after the step: if that raises, the update has not taken place.
         if taken:
+            shares = [1.0] * len(decays) if start is None else self._first_shares
+            if start is not None and shares is not None:
+                shares = [share * decay for share, decay in zip(shares, decays, strict=True)]
+            self._first_shares = shares
             self._start = step if start is None else start
             self.n_averaged += 1
         elif start is not None:
@@ -913,6 +942,7 @@ class EMA(Generic[ModelT_co]):
             - ``"schedules"``: name and fields of each schedule;
             - ``"versions"``: those of the model's modules that are not 1, by path, and the model's
               own, by which :mod:`modkit.migrations` finds what to migrate;
+            - ``"first_shares"``: the weight of the first model in each average; None if unknown;
             - ``"averages"``: for each average its ``"tensors"``, states
               of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
             - ``"buffers"``: the copied buffers;
@@ -929,6 +959,7 @@ class EMA(Generic[ModelT_co]):
             "update_after_step": self.update_after_step,
             "schedules": [schedule.to_config() for schedule in self.schedules],
             "versions": ema_state.versions_of(self.model),
+            "first_shares": self._first_shares,
             **self._engine.state_dict(),
             **self._steps.state_dict(),
         }
@@ -983,12 +1014,12 @@ class EMA(Generic[ModelT_co]):
         Example:
             >>> from modkit import EMA, nn
             >>> model = nn.Linear(1, 1)
-            >>> ema = EMA(model)
+            >>> ema = EMA(model, decay=0.9)
             >>> ema.update()
-            >>> resumed = EMA(model)
+            >>> resumed = EMA(model, decay=0.9)
             >>> resumed.load_state_dict(ema.state_dict())
             >>> resumed
-            EMA(Linear, Constant(decay=0.999), step=1, n_averaged=1)
+            EMA(Linear, Constant(decay=0.9), step=1, n_averaged=1, first_model=100.0%)
         """
         self._check_restored("EMA.load_state_dict()", self.model)
         if step is not None:
@@ -1033,6 +1064,7 @@ class EMA(Generic[ModelT_co]):
         self._start = loaded.start
         self.n_averaged = loaded.n_averaged
         self.schedules = loaded.schedules
+        self._first_shares = loaded.first_shares
         self.update_every = loaded.update_every
         self.update_after_step = loaded.update_after_step
         self._steps.load(loaded.stepped)

@@ -74,6 +74,11 @@ _COUNTERS: Final = {"torch": "n_averaged", "mmengine": "steps"}
 # The child with error terms that ``AveragedModel`` of earlier versions has, under names with ``/``
 # for a dot.
 _ERROR_TERMS: Final = "compensation."
+_SWAPPED: Final = (
+    "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the training weights: its "
+    "hook swaps the two before it saves. Load the whole checkpoint, whose 'state_dict' is the "
+    "average"
+)
 
 
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
@@ -167,11 +172,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
 def _of_mmengine(checked: CheckedMapping) -> Converted:
     if "state_dict" not in checked.values:
-        raise invalid_state(
-            "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the "
-            "training weights: EMAHook swaps the two before it saves. Load the whole "
-            "checkpoint, whose 'state_dict' is the average"
-        )
+        raise invalid_state(_SWAPPED)
     steps = checked.inside("ema_state_dict").integer("steps")
     return Converted("mmengine", _below("", checked.inside("state_dict")), step=steps)
 

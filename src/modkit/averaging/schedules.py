@@ -47,7 +47,6 @@ __all__ = [
 Decay: TypeAlias = float | Callable[[int], float]
 Decays: TypeAlias = float | Sequence[Decay] | None
 
-_DEFAULT_DECAY: Final = 0.999
 # The schedules that ``from_config`` makes: a checkpoint does not describe functions.
 _CLASSES: Final = [
     name for name in __all__ if name[0].isupper() and name not in {"Schedule", "Custom"}
@@ -627,25 +626,12 @@ def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
 
 
 def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
-    """Return one schedule for each average that the arguments of ``EMA`` ask for.
-
-    Args:
-        decay: The argument ``decay``; 0.999 if neither is given.
-        schedule: The argument ``schedule``.
-
-    Returns:
-        The schedules, in the order of the averages.
-
-    Raises:
-        TypeError: If a decay is not a number, a schedule or a function.
-        ValueError: If both arguments are given, a list is empty, or a decay is not from 0 to 1.
-    """
+    """Return one schedule for each average that these two arguments of ``EMA`` ask for."""
     if schedule is not None and decay is not None:
         raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
     name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
-    if chosen is None:
-        chosen = _DEFAULT_DECAY
-    decays = as_list(chosen)
+    # A constant 0.999 would keep 37 % of the untrained model for 1,000 steps.
+    decays = as_list(CountWarmup(0.999) if chosen is None else chosen)
     if not decays:
         raise ValueError(f"EMA: {name} must not be an empty list")
 

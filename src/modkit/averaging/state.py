@@ -6,7 +6,6 @@ end. What nothing can be made of is a ``ValueError`` with its path, before anyth
 """
 
 import sys
-import warnings
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from modkit._messages import add_note
+from modkit._messages import add_note, warn_user
 from modkit.averaging import schedules as decays
 from modkit.averaging.foreign_states import Converted, State, convert
 from modkit.averaging.options import Options
@@ -58,6 +57,7 @@ class LoadedState:
         mixed: True if the averages may hold tensors that are not averaged.
         versions: The versions of the model's modules by path, as a state dict's ``_metadata``, or
             without those that are 1; None if they are unknown.
+        first_shares: The weight of the first model in each average; None if it is unknown.
     """
 
     step: int
@@ -73,6 +73,7 @@ class LoadedState:
     foreign: bool = False
     mixed: bool = False
     versions: Mapping[str, Any] | None = None
+    first_shares: list[float] | None = None
 
 
 def versions_of(model: torch.nn.Module) -> dict[str, int]:
@@ -156,7 +157,7 @@ def read(
     if not state:
         if step is not None:
             raise invalid_state(f"load_state_dict() got step={step} and an empty state")
-        warnings.warn("EMA: the state is empty, so averaging starts anew", stacklevel=3)
+        warn_user("EMA: the state is empty, so averaging starts anew")
         nothing = Converted("nothing", {}, n_averaged=0)
         return _started(nothing, schedules, every=update_every, after=update_after_step)
 
@@ -190,9 +191,8 @@ def read(
     options.append(("update_after_step", loaded.update_after_step, update_after_step))
     for name, saved, given in options:
         if saved != given:
-            warnings.warn(
-                f"EMA: {name} is {saved} from here on, as in the loaded state, and not {given}",
-                stacklevel=3,
+            warn_user(
+                f"EMA: {name} is {saved} from here on, as in the loaded state, and not {given}"
             )
     return loaded
 
@@ -233,6 +233,9 @@ def _read_own(checked: CheckedMapping, schedules: list[Schedule]) -> LoadedState
         raw=checked.inside("raw").tensors() if "raw" in values else {},
         versions=_versions(checked.inside("versions")) if "versions" in values else None,
         stepped=stepped,
+        first_shares=_shares(checked, len(schedules))
+        if values.get("first_shares") is not None
+        else None,
     )
 
 
@@ -242,6 +245,13 @@ def _versions(checked: CheckedMapping) -> Mapping[str, int]:
             checked.refuse(path, "the version of a module by its path")
         checked.integer(path)
     return checked.values
+
+
+def _shares(checked: CheckedMapping, count: int) -> list[float]:
+    shares: list[Any] = [*checked.listed("first_shares").values.values()]
+    if len(shares) != count or not all(type(share) is float for share in shares):
+        checked.refuse("first_shares", f"a list of {count} numbers of type float")
+    return shares
 
 
 def _plain(value: object) -> object:
@@ -481,9 +491,8 @@ def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> No
     state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
     schedules = ", ".join(map(str, loaded.schedules))
     replaced = f" It replaces an average of {n_averaged} models." if n_averaged else ""
-    warnings.warn(
+    warn_user(
         f"EMA: {state_holds} no counter, so it is taken for that of the first update "
         f"(step={after + 1}), from which {schedules} continues.{replaced} After more updates pass "
-        "the number of calls of update(), as in load_state_dict(state, step=1000).",
-        stacklevel=4,
+        "the number of calls of update(), as in load_state_dict(state, step=1000)."
     )

@@ -76,8 +76,8 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
     when they are loaded.
 
     Args:
-        decay: Decay factor of one update, in [0, 1], by default 0.999. A list gives several
-            averages, numbered by ``index`` from 0.
+        decay: Constant decay factor of one update, in [0, 1]. A list gives several averages,
+            numbered by ``index`` from 0. Default: the schedule ``CountWarmup(0.999)``.
         index: Index of the average to evaluate, to save as the ``state_dict``, and to end with.
         update_every_n_steps: Update if the step's index is a multiple, 1 or more; the decay is not
             adjusted. The option ``update_every`` of ``EMA`` adjusts it instead.
@@ -561,8 +561,10 @@ class _CheckpointIO(CheckpointIO):
         # Trainer.dump_checkpoint() always writes its version, and leaves callbacks out for weights.
         weights_only = "pytorch-lightning_version" in checkpoint and "callbacks" not in checkpoint
         if weights_only and ema is not None and not has_shards(ema.model):
+            ema._warn_of_first("EMACallback: weights only", self.callback.index)
             average = self.callback.members_of(self.trainer, checkpoint)
-            checkpoint = {**checkpoint, "state_dict": {**checkpoint["state_dict"], **average}}
+            checkpoint = {**checkpoint, "state_dict": copy.copy(checkpoint["state_dict"])}
+            checkpoint["state_dict"].update(average)
 
         # Lightning takes paths of fsspec: URLs, and chains such as simplecache::last.ckpt.
         is_local = "://" not in str(path) and "::" not in str(path) and storage_options is None

@@ -106,8 +106,8 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
     A model that FSDP or DeepSpeed shards is refused.
 
     Args:
-        decay: Decay factor of one optimizer step, in [0, 1], by default 0.999. A list gives several
-            averages, numbered by ``index`` from 0.
+        decay: Constant decay factor of one optimizer step, in [0, 1]. A list gives several
+            averages, numbered by ``index`` from 0. Default: the schedule ``CountWarmup(0.999)``.
         save: Content of ``model.safetensors``: ``"average"``, or ``"raw"`` for the training
             weights.
         index: Index of the average to evaluate, to save, and to end with.
@@ -387,6 +387,8 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
             return
 
         is_average = self.save == "average"
+        if is_average and not _internal_call:
+            ema._warn_of_first("EMACallback: save_model()", self.index)
         # Inside an evaluation the model holds the average.
         with ema.applied(index=self.index) if is_average else training_weights(ema, trainer.model):
             yield

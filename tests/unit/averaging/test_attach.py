@@ -149,7 +149,7 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
 
 
 def test_either_decay_or_schedule_is_enough() -> None:
-    """Both can be given alone; without either the decay is 0.999."""
+    """Both can be given alone; without either the decay warms up to 0.999."""
     found = [
         modkit.EMA(network(), decay=0.9),
         modkit.EMA(network(), schedule=schedules.Constant(0.9)),
@@ -159,7 +159,7 @@ def test_either_decay_or_schedule_is_enough() -> None:
     assert [ema.schedules for ema in found] == [
         [schedules.Constant(0.9)],
         [schedules.Constant(0.9)],
-        [schedules.Constant(0.999)],
+        [schedules.CountWarmup(0.999)],
     ]
 
 

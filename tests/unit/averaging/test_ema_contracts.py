@@ -196,7 +196,7 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     (
         "load_state_dict",
         on_meta,
-        lambda ema: ema.load_state_dict(nn.Linear(2, 2).state_dict()),
+        lambda ema: ema.load_state_dict(nn.Linear(2, 2).state_dict(), step=1),
         RuntimeError,
     ),
     ("load_state_dict", begun, load(PLAIN, step=True), TypeError),
@@ -222,7 +222,7 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
         NameMismatchError,
     ),
     ("load_state_dict", begun, inside(load({})), RuntimeError),
-    ("load_state_dict", sparse, load({**PLAIN, "adjacency": torch.eye(2)}), RuntimeError),
+    ("load_state_dict", sparse, load({**PLAIN, "adjacency": torch.eye(2)}, step=1), RuntimeError),
     ("load_state_dict", copied, load({}), RuntimeError),
 ]
 

@@ -56,6 +56,16 @@ TORCH_EMA = {
     "shadow_params": list(PARAMETERS.values()),
     "collected_params": None,
 }
+LIT_EMA = {
+    "decay": torch.tensor(0.75),
+    "num_updates": torch.tensor(40),
+    **{name.replace(".", ""): value for name, value in PARAMETERS.items()},
+}
+MMENGINE = {
+    "meta": {"epoch": 3},
+    "state_dict": MEMBERS,
+    "ema_state_dict": {"steps": torch.tensor(50), **below("module.")},
+}
 LIGHTNING = {
     "epoch": 3,
     "state_dict": MEMBERS,
@@ -94,6 +104,16 @@ WITHOUT_COUNT = TORCH_EMA | {"num_updates": None}
         ("diffusers", COUNTING, PARAMETERS, None, 120, CountWarmup(0.99)),
         ("torch_ema", TORCH_EMA, PARAMETERS, None, 41, CountWarmup(0.995)),
         ("torch_ema", WITHOUT_COUNT, PARAMETERS, None, None, Constant(0.995)),
+        ("LitEma", LIT_EMA, PARAMETERS, None, 41, CountWarmup(0.75)),
+        (
+            "LitEma",
+            LIT_EMA | {"num_updates": torch.tensor(-1)},
+            PARAMETERS,
+            None,
+            None,
+            Constant(0.75),
+        ),
+        ("mmengine", MMENGINE, MEMBERS, None, 50, None),
         ("lightning", LIGHTNING, MEMBERS, 5, None, None),
         ("lightning", LIGHTNING | {"global_step": 50}, MEMBERS, 5, 50, None),
     ],
@@ -120,6 +140,39 @@ def test_unknown_states(state):
     assert recognise(state) is None
     with pytest.raises(ValueError, match="nor from a supported library"):
         convert(state, Net())
+
+
+@for_each(
+    ("state", "text"),
+    [
+        ({"module": MEMBERS, "updates": 7}, r"load state\['module'\], with the number of calls"),
+        ({"params": MEMBERS, "decay": 0.999}, r"load state\['params'\]"),
+        ({"epoch": 3, "model": {}, "ema": TORCH}, r"load state\['ema'\]"),
+        ({"state": MEMBERS}, r"load state\['state'\]"),
+        ({"net": 1, "ema": modkit.EMA(Net()).state_dict()}, r"load state\['ema'\]"),
+        (MMENGINE["ema_state_dict"], "its hook swaps the two before it saves"),
+        ({**LIT_EMA, "decay": 7.0}, "the decay of LitEma .* got 7.0"),
+        (LIT_EMA | {"headbias": torch.ones(2)}, r"head.bias \(\(2,\) instead of \(1,\)\)"),
+    ],
+)
+def test_wrappers_and_swapped_files_are_named(state, text):
+    """RT-DETR, OpenFold and d2go keep the averages below a key, and mmengine below another one."""
+    ema = modkit.EMA(Net())
+    with pytest.raises(ValueError, match=text):
+        ema.load_state_dict(state)
+
+    assert ema.n_averaged == 0
+
+
+def test_names_that_are_equal_without_dots():
+    """LitEma itself refuses such a model."""
+    model = nn.Module()
+    model.a, model.ab = nn.Module(), nn.Module()
+    model.a.bc, model.ab.c = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    state = {"decay": 0.9, "num_updates": 3, "abc": torch.ones(1)}
+
+    with pytest.raises(ValueError, match="two names of the model are equal"):
+        modkit.EMA(model).load_state_dict(state)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
