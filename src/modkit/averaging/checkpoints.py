@@ -4,7 +4,6 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,9 +43,10 @@ def average_checkpoints(
     Args:
         paths: Files of ``torch.save`` (loaded with ``weights_only=True``), ``.safetensors`` files,
             the ``.index.json`` of a sharded checkpoint, or directories: those that transformers,
-            diffusers or peft wrote, or with a single ``.pt``, ``.pth``, ``.ckpt`` or
-            ``.safetensors`` file.
-        weights: Weight of each file, 0 or more, normalized by their sum. Default: equal weights.
+            diffusers, peft or ``torch.distributed.checkpoint`` wrote, or with a single ``.pt``,
+            ``.pth``, ``.ckpt`` or ``.safetensors`` file.
+        weights: Weight of each file, normalized by their sum. Negative ones are allowed, as in the
+            difference of two cumulative averages. Default: equal weights.
         key: Path of the state dict in a torch file: ``"model"``, ``"ema.averages.0.tensors"``.
         prefix: Only tensors whose names begin with it, such as ``"model."``; the others may differ
             between the files.
@@ -66,9 +66,7 @@ def average_checkpoints(
         FileError: If a file is not an intact state dict. It is a ``ValueError``.
         NameMismatchError: If a file does not have the names and shapes of the first one.
         ValueError: If no file is given, a file has other kinds of dtypes, a value is too large for
-            the dtype, or the weights are not one per file, 0 or more, and finite and positive in
-            sum.
-        ImportError: If a file is in the safetensors format, and the package is not installed.
+            the dtype, or the weights are not one per file and finite, with a sum other than 0.
 
     Example:
         >>> import torch
@@ -87,12 +85,17 @@ def average_checkpoints(
     shares = _checked_weights(weights, len(files))
 
     # The metadata outlives the open file.
-    opened = partial(Checkpoint, key=key, prefix=prefix)
-    first = opened(files[0])
+    first = Checkpoint(files[0], key=key, prefix=prefix)
     shapes = first.shapes
     dtypes = first.dtypes
     versions = first.versions
-    fitting = partial(_fitting, opened=opened, first=files[0], shapes=shapes, dtypes=dtypes)
+
+    def fitting(path: Path) -> Checkpoint:
+        checkpoint = Checkpoint(path, key=key, prefix=prefix)
+        check_match(f"{path} does not fit {files[0]}", shapes, checkpoint.shapes, end="")
+        _check_kinds(path, dtypes, checkpoint.dtypes)
+        return checkpoint
+
     ties_of_others = [_ties(fitting(path)) for path in files[1:]]
     second_names = dict(_ties(first).intersection(*ties_of_others))
     del first
@@ -100,21 +103,24 @@ def average_checkpoints(
     names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
     total = 0.0
-    for index, (path, share) in enumerate(zip(files, shares, strict=True)):
-        total += share
+    # With negative weights last, no part of the sum is 0.
+    order = sorted(range(len(files)), key=lambda index: shares[index] < 0)
+    for count, index in enumerate(order):
+        total += shares[index]
         # A running mean is exact for equal values, where a sum of parts is not.
-        fraction = share / total if total else 0.0
+        fraction = shares[index] / total if total else 0.0
         # Compared again: a running training job may have replaced the file since.
-        checkpoint = fitting(path)
+        checkpoint = fitting(files[index])
         for done, name in enumerate(names, 1):
             tensor = checkpoint.tensor(name)
-            if not is_averaged(tensor) or fraction == 1.0:
+            is_last = index == len(files) - 1
+            if (fraction == 1.0) if is_averaged(tensor) else is_last:
                 averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
-            elif fraction:
+            elif is_averaged(tensor) and fraction:
                 averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
             del tensor
             if progress is not None:
-                progress((index + done / len(names)) / len(files))
+                progress((count + done / len(names)) / len(files))
         # Before the next one is opened.
         del checkpoint
 
@@ -135,48 +141,21 @@ def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[fl
         return [1.0] * files
     if len(weights) != files:
         raise ValueError(f"average_checkpoints: {len(weights)} weights for {files} files")
-    is_valid = all(math.isfinite(weight) and weight >= 0 for weight in weights)
-    if not is_valid or not 0 < sum(weights) < math.inf:
+    total = sum(weights)
+    if not total or not math.isfinite(sum(map(abs, weights))):
         raise ValueError(
-            "average_checkpoints: weights must be finite, also in sum, 0 or more, not all 0: "
-            f"{weights!r}"
+            f"average_checkpoints: weights must be finite, with a sum other than 0: {weights!r}"
         )
-    return weights
+    # The average is the same with the opposite of all weights.
+    return [math.copysign(1.0, total) * weight for weight in weights]
 
 
-def _fitting(
-    path: Path,
-    opened: Callable[[Path], Checkpoint],
-    first: Path,
-    shapes: Mapping[str, torch.Size],
-    dtypes: Mapping[str, str],
-) -> Checkpoint:
-    """Open a file that must be like the first one.
-
-    Args:
-        path: The file.
-        opened: Opens a file.
-        first: The first file, for errors.
-        shapes: Shapes in the first file by name.
-        dtypes: Dtypes in the first file by name, such as ``"float32"``.
-
-    Returns:
-        The opened file.
-
-    Raises:
-        NameMismatchError: If it does not have these names and shapes.
-        ValueError: If it has other kinds of dtypes.
-    """
-    checkpoint = opened(path)
-    check_match(f"{path} does not fit {first}", shapes, checkpoint.shapes, end="")
-
-    for name, expected in dtypes.items():
-        dtype = checkpoint.dtypes[name]
-        if _kind(expected) != _kind(dtype):
-            raise ValueError(
-                shown(f"{path}: {name} is torch.{dtype}, and torch.{expected} in the first file")
-            )
-    return checkpoint
+def _check_kinds(path: Path, expected: Mapping[str, str], dtypes: Mapping[str, str]) -> None:
+    """Raise ValueError if a file has other kinds of dtypes than the first one."""
+    for name, first in expected.items():
+        if _kind(first) != _kind(dtypes[name]):
+            text = f"{path}: {name} is torch.{dtypes[name]}, and torch.{first} in the first file"
+            raise ValueError(shown(text))
 
 
 def _kind(dtype: str) -> str:

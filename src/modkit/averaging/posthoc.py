@@ -28,8 +28,8 @@ from modkit.averaging.state import LoadedState, stored_average
 from modkit.averaging.state_checks import OWN_POSTHOC, CheckedMapping
 from modkit.averaging.tensors import NamedTensors, check_match, shapes_of, write
 from modkit.errors import FileError
-from modkit.files.checkpoints import read_mapped, save_checkpoint
-from modkit.files.tensor_files import state_dict_at
+from modkit.files.checkpoints import save_checkpoint
+from modkit.files.tensor_files import StateDictFile, content_of_file
 
 
 __all__ = [
@@ -180,7 +180,7 @@ def find_snapshots(directory: PathLike) -> list[Snapshot]:
 
 def _read_header(path: Path) -> Snapshot:
     """Return the step and the width in a file, which come from outside and are validated."""
-    content = read_mapped(path)[0]
+    content = content_of_file(path)
     header = content if isinstance(content, Mapping) else {}
     # Each value is tested before it is used: a file may hold anything under these names.
     missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in header]
@@ -498,17 +498,16 @@ def reconstruct(
 
 def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
-    content, checksums = read_mapped(path)
+    averages = StateDictFile(path, "averages")
     sums = result.averages
-    averages = state_dict_at(content, path, "averages")[1]
     if sums:
         problem = f"{path} does not fit the snapshots before it"
-        check_match(problem, shapes_of(sums), shapes_of(averages), end="")
+        check_match(problem, shapes_of(sums), averages.shapes, end="")
 
-    for name, tensor in averages.items():
+    for name in averages.shapes:
+        tensor = averages.tensor(name)
         if not is_averaged(tensor) or tensor.itemsize < 2:
             raise FileError(f"{path} is corrupt: its average {name!r} is of {tensor.dtype}")
-        checksums.check(name, tensor)
         # Coefficients of both signs cancel, which 16 bits do not survive.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         if name in sums and wide.is_complex() != sums[name].is_complex():
@@ -519,9 +518,9 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
         else:
             sums[name] = wide * coefficient
 
-    for name, tensor in state_dict_at(content, path, "buffers")[1].items():
-        checksums.check(name, tensor)
-        result.buffers[name] = tensor.clone()
+    buffers = StateDictFile(path, "buffers")
+    for name in buffers.shapes:
+        result.buffers[name] = buffers.tensor(name).clone()
 
     left_out = content.get("left_out", [])
     if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from modkit.errors import printable, shown
+from modkit.files.inspect import UNVERIFIED
 
 
 class _Output(click.Path):
@@ -161,6 +162,17 @@ def say(text: str) -> None:
     """Print a line that may quote a file."""
     # Rich would break the line at the width of the terminal, in a path for instance.
     console().print(cell(text), soft_wrap=True)
+
+
+def paths(files: Iterable[Path]) -> list[str]:
+    """Return paths as JSON has them."""
+    return [*map(str, files)]
+
+
+def warn_unverified(files: Iterable[Path]) -> None:
+    """Say on standard error which files of torch have no checksums."""
+    for file in files:
+        click.echo(printable(f"{file}: {UNVERIFIED}"), err=True)
 
 
 def print_json(content: Any) -> None:

@@ -15,7 +15,7 @@ from modkit.averaging import posthoc
 from modkit.averaging.checkpoints import average_checkpoints, cast
 from modkit.cli import _tables as ui
 from modkit.files.checkpoints import save_checkpoint
-from modkit.files.safetensors_files import library, save_safetensors
+from modkit.files.safetensors_files import save_safetensors
 from modkit.files.tensor_files import Checkpoint, file_in
 from modkit.files.zip_archive import open_regular
 
@@ -28,10 +28,8 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
         weights = [float(number) for number in value.split(",")]
     except ValueError:
         raise click.BadParameter(f"{value!r} is not a list of numbers such as 1,1,2") from None
-    is_valid = all(math.isfinite(weight) and weight >= 0 for weight in weights)
-    if not is_valid or not 0 < sum(weights) < math.inf:
-        text = "weights must be finite, also in sum, 0 or more, and not all 0"
-        raise click.BadParameter(f"{value!r}: {text}")
+    if not sum(weights) or not math.isfinite(sum(map(abs, weights))):
+        raise click.BadParameter(f"{value!r}: weights must be finite, with a sum other than 0")
     return weights
 
 
@@ -94,9 +92,6 @@ def average(
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
 
-    # A missing package is named before minutes of reading.
-    if any(path.suffix == ".safetensors" for path in (*checkpoints, output or Path())):
-        library("safetensors")
     for path in checkpoints:
         # Opening a FIFO could block. A directory may hold snapshots.
         if ema_sigma is None or not path.is_dir():
@@ -193,7 +188,7 @@ def _show_match(
 ) -> None:
     """Print how the names and shapes of the checkpoints match; raise if they do not."""
     paths = [str(path) for path in checkpoints]
-    shapes_of_all = [Checkpoint(path, key, prefix).shapes for path in checkpoints]
+    shapes_of_all = [Checkpoint(path, key=key, prefix=prefix).shapes for path in checkpoints]
     # Those of the first checkpoint in its order, then those that only others have.
     names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
     rows: list[dict[str, Any]] = []

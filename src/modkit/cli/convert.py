@@ -7,27 +7,24 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import click
-import torch
-from torch import Tensor
 
-from modkit.averaging.checkpoints import cast
-from modkit.averaging.precision import compact
 from modkit.cli import _tables as ui
 from modkit.errors import FileError
 from modkit.files.atomic_write import atomic_write
-from modkit.files.checkpoints import save_checkpoint
 from modkit.files.safetensors_files import (
     Described,
     in_file_order,
-    library,
     versions_as_metadata,
     write_safetensors,
 )
 from modkit.files.tensor_files import INDEX, Checkpoint, shards_of
 
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # A number, a unit, and an i if the unit is a power of 1024: 500, 5GB, 1.5 gib.
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
@@ -86,9 +83,7 @@ def convert(
       modkit convert sharded/ -o one.pt
       modkit convert one.pt -o out/model.safetensors --max-shard-size 5GB
     """  # noqa: D301
-    if any(path.suffix == ".safetensors" for path in (*sources, output)):
-        library("safetensors")
-    source = _Source(sources, key, dtype)
+    source = _Source(Checkpoint(*sources, key=key), dtype)
     shards = source.split(max_shard_size, tied=output.suffix != ".safetensors")
     target = _Target(output, len(shards))
     for path in target.touched():
@@ -100,11 +95,12 @@ def convert(
     tensors = sum(map(len, shards))
     if as_json:
         facts = {"output": str(output), "files": [*map(str, target.files)], "tensors": tensors}
-        ui.print_json(facts)
+        ui.print_json({**facts, "unverified": ui.paths(source.checkpoint.unverified)})
     elif target.index in target.new_files:
         ui.say(f"{target.index}: {tensors} tensors in {len(shards)} files")
     else:
         ui.say(f"{output}: {tensors} tensors")
+    ui.warn_unverified(source.checkpoint.unverified)
 
 
 class _Target:
@@ -191,48 +187,30 @@ def _shards_in(index: Path) -> list[Path]:
 
 
 class _Source:
-    """The tensors of all sources by name, with the dtypes that they will have.
+    """A checkpoint, with the dtypes that its tensors will have.
 
     Attributes:
-        homes: The checkpoint that has a tensor.
-        versions: The versions of modules of all sources, as in ``_metadata`` of a state dict.
-        metadata: The metadata of all safetensors files.
+        checkpoint: The checkpoint.
         described: The new dtype and the shape of each tensor.
         done: The bytes that were read, in their new dtypes.
     """
 
-    def __init__(self, paths: Sequence[Path], key: str | None, dtype: str | None) -> None:
-        self.homes: dict[str, Checkpoint] = {}
-        self.versions: dict[Any, Any] = {}
-        self.metadata: dict[str, str] = {}
-        for path in paths:
-            checkpoint = Checkpoint(path, key)
-            repeated = [name for name in checkpoint.shapes if name in self.homes]
-            if repeated:
-                raise ValueError(f"{repeated[0]} is in {path} and in a SRC before it")
-            self.homes |= dict.fromkeys(checkpoint.shapes, checkpoint)
-            self.versions |= checkpoint.versions
-            self.metadata |= checkpoint.metadata
+    def __init__(self, checkpoint: Checkpoint, dtype: str | None) -> None:
+        import torch
 
+        self.checkpoint = checkpoint
         self.described: dict[str, Described] = {}
-        for name, home in self.homes.items():
-            old_dtype = getattr(torch, home.dtypes[name], None)
-            if old_dtype is None:
-                raise ValueError(f"{name} is {home.dtypes[name]}, which torch does not support")
-            new_dtype = old_dtype
-            if dtype is not None and old_dtype.is_floating_point:
-                new_dtype = getattr(torch, dtype)
-            self.described[name] = Described(new_dtype, home.shapes[name])
+        for name, shape in checkpoint.shapes.items():
+            old_dtype = checkpoint.dtype(name)
+            is_cast = dtype is not None and old_dtype.is_floating_point
+            new_dtype = getattr(torch, str(dtype)) if is_cast else old_dtype
+            self.described[name] = Described(new_dtype, shape)
         self.done = 0
-        self._total = sum(map(self._size, self.homes))
-
-    def _size(self, name: str) -> int:
-        dtype, shape = self.described[name]
-        return shape.numel() * dtype.itemsize
+        self._total = sum(tensor.nbytes for tensor in self.described.values())
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors."""
-        memory = self.homes[name].memory(name)
+        memory = self.checkpoint.memory(name)
         # Tensors of safetensors files, and those without elements, are tied to no other.
         return name if memory is None else memory
 
@@ -244,13 +222,13 @@ class _Source:
             tied: Whether tied tensors share a file, and are stored once.
         """
         groups: dict[Hashable, list[str]] = {}
-        for name in self.homes:
+        for name in self.described:
             groups.setdefault(self.memory(name) if tied else name, []).append(name)
 
         shards: list[list[str]] = [[]]
         used = 0
         for group in groups.values():
-            size = self._size(group[0])
+            size = self.described[group[0]].nbytes
             # A tensor that is larger than a file may be has a file of its own.
             if shards[-1] and most is not None and used + size > most:
                 shards.append([])
@@ -260,19 +238,16 @@ class _Source:
 
         # Groups have moved tied tensors to the first of them; a file has its tensors in their old
         # order.
-        order = {name: number for number, name in enumerate(self.homes)}
+        order = {name: number for number, name in enumerate(self.described)}
         return [sorted(shard, key=order.__getitem__) for shard in shards]
 
-    def safetensors_metadata(self) -> dict[str, str]:
-        """Return the metadata for a safetensors file, with the versions of modules."""
-        return {**self.metadata, **versions_as_metadata(self.versions)}
-
-    def read(self, name: str, progress: Callable[[float], object]) -> Tensor:
+    def read(self, name: str, progress: Callable[[float], object]) -> "Tensor":
         """Return one tensor, verified, in its new dtype; report the part that is done."""
-        home = self.homes[name]
-        tensor = home.tensor(name)
+        from modkit.averaging.checkpoints import cast
+
+        tensor = self.checkpoint.tensor(name)
         if self.described[name].dtype != tensor.dtype:
-            tensor = cast(name, tensor, home.dtypes[name], self.described[name].dtype)
+            tensor = cast(name, tensor, str(tensor.dtype)[6:], self.described[name].dtype)
         self.done += tensor.nbytes
         # All tensors may be empty.
         progress(self.done / max(self._total, 1))
@@ -286,9 +261,16 @@ def _write(
     if file.suffix == ".safetensors":
         described = in_file_order({name: source.described[name] for name in names})
         tensors = ((name, source.read(name, progress)) for name in described)
+        metadata = {
+            **source.checkpoint.metadata,
+            **versions_as_metadata(source.checkpoint.versions),
+        }
         with atomic_write(file) as unfinished:
-            write_safetensors(unfinished, described, tensors, source.safetensors_metadata())
+            write_safetensors(unfinished, described, tensors, metadata)
         return
+
+    from modkit.averaging.precision import compact
+    from modkit.files.checkpoints import save_checkpoint
 
     # As model.state_dict(), so that versions can be attached. Torch's format is written at once.
     state: OrderedDict[str, Tensor] = OrderedDict()
@@ -299,6 +281,6 @@ def _write(
             # A view of a larger storage would be saved with all of it.
             first[memory] = compact(source.read(name, progress))
         state[name] = first[memory]
-    if source.versions:
-        vars(state)["_metadata"] = source.versions
+    if source.checkpoint.versions:
+        vars(state)["_metadata"] = source.checkpoint.versions
     save_checkpoint(state, file)

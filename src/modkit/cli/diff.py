@@ -1,5 +1,6 @@
 """``modkit diff``: how two checkpoints differ, in names, shapes, dtypes and values."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from modkit._renames import Rule, find_renames
 from modkit.cli import _tables as ui
-from modkit.files.safetensors_files import library
 from modkit.files.tensor_files import Checkpoint
 
 
@@ -68,14 +68,12 @@ def diff(
         raise click.UsageError("--key is given once for both checkpoints, or twice for A and B")
     if rtol is not None and not values:
         raise click.UsageError("--rtol needs --values")
-    if ".safetensors" in {path_a.suffix, path_b.suffix}:
-        library("safetensors")
 
     # A single key is the first and the last one, and is for both.
     key_a, key_b = (keys[0], keys[-1]) if keys else (None, None)
     total = 1.0 if values else None
     with ui.progress(f"comparing {path_a.name} and {path_b.name}", total) as bar:
-        a, b = Checkpoint(path_a, key_a), Checkpoint(path_b, key_b)
+        a, b = Checkpoint(path_a, key=key_a), Checkpoint(path_b, key=key_b)
         report = _compare(a, b)
         if values:
             rows = _compare_values(a, b, report["renamed"], rtol=rtol or 0.0, progress=bar)
@@ -85,13 +83,16 @@ def diff(
 
     differences = _count_differences(report)
     if as_json:
-        ui.print_json({"a": str(path_a), "b": str(path_b), "equal": not differences, **report})
+        facts = {"a": str(path_a), "b": str(path_b), "equal": not differences}
+        unverified = ui.paths([*a.unverified, *b.unverified])
+        ui.print_json({**facts, **report, "unverified": unverified})
     else:
         _show_tables(report, a, b, limit)
         ui.say(f"A  {path_a}: {len(a.shapes):,} tensors")
         ui.say(f"B  {path_b}: {len(b.shapes):,} tensors")
         verdict = f"different: {', '.join(differences)}" if differences else "equal"
         ui.say(f"{verdict} (compared: {_COMPARED[values]})")
+    ui.warn_unverified([*a.unverified, *b.unverified])
     if differences:
         raise click.exceptions.Exit(1)
 
@@ -147,13 +148,13 @@ def _compare_values(
     # In the order of A, so that a mapped file is read from its beginning to its end.
     pairs = {name: name for name in a.shapes if name in b.shapes}
     pairs |= {pair["a"]: pair["b"] for pair in renamed}
-    total = sum(a.shapes[name].numel() for name in pairs)
+    total = sum(math.prod(a.shapes[name]) for name in pairs)
     done = 0
 
     for old, new in pairs.items():
-        done += a.shapes[old].numel()
+        done += math.prod(a.shapes[old])
         if a.shapes[old] == b.shapes[new]:
-            dtypes = _dtype_of(a, old), _dtype_of(b, new)
+            dtypes = a.dtype(old), b.dtype(new)
             try:
                 difference = largest_difference(a.tensor(old), b.tensor(new))
             except NotImplementedError as error:
@@ -164,13 +165,6 @@ def _compare_values(
             is_equal = not difference.nonfinite and (difference.absolute == 0 or is_close)
             yield {"a": old, "b": new, **difference._asdict(), "equal": is_equal}
         progress(done / max(total, 1))
-
-
-def _dtype_of(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    dtype: torch.dtype | None = getattr(torch, checkpoint.dtypes[name], None)
-    if dtype is None:
-        raise ValueError(f"{name} is {checkpoint.dtypes[name]}, which torch does not support")
-    return dtype
 
 
 class Difference(NamedTuple):

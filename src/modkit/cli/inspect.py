@@ -13,9 +13,9 @@ from modkit import files
 from modkit.averaging.foreign_states import recognise
 from modkit.cli import _tables as ui
 from modkit.errors import printable
-from modkit.files.inspect import NEVER_INTACT, check_file
+from modkit.files.inspect import NEVER_INTACT, check_file, parts_of
 from modkit.files.kinds import other_file, parse_digest
-from modkit.files.tensor_files import INDEX, Checkpoint, file_in
+from modkit.files.tensor_files import file_in
 
 
 def _digest(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
@@ -104,11 +104,10 @@ def _inspected(path: Path, sha256: str | None, *, check: bool) -> tuple[files.Fi
 
     with ui.progress(f"verifying {path.name}", 1.0) as bar:
         file = file_in(path)
-        is_index = file.name.endswith(INDEX)
+        parts = parts_of(file)
         # A digest of an index does not cover its shards, so it is computed only to be compared.
-        results = [check_file(file, sha256, hashed=not is_index, progress=bar)]
-        if is_index:
-            results += map(check_file, Checkpoint(file, None).files)
+        results = [check_file(file, sha256, hashed=not parts, progress=bar)]
+        results += map(check_file, parts)
 
     info = replace(files.inspect(path, hashed=False), sha256=results[0].sha256)
     return info, f"intact: {'; '.join(dict.fromkeys(result.how for result in results))}"

@@ -5,6 +5,7 @@ others use for their options, and numbers and small arrays of NumPy, its random 
 """
 
 import argparse
+import builtins
 import copyreg
 import enum
 import io
@@ -18,6 +19,7 @@ from typing import Any, Final, cast
 import torch
 
 from modkit._upstream import readable_globals
+from modkit.files.pickle_limits import VALUES
 from modkit.files.zip_archive import MOST_TEXT
 
 
@@ -54,6 +56,10 @@ def extra_names(content: bytes) -> dict[str, Any]:
     if b"c__builtin__\nbytes\n" in content:
         # The pickle of an empty string of bytes.
         names["builtins.bytes"] = bytes
+    for full_name, name in VALUES.items():
+        # As a value: the limits of pickles refuse calls.
+        if b"c%s\n%s\n" % tuple(full_name.encode().split(b".")) in content:
+            names[f"builtins.{name}"] = getattr(builtins, name)
     if b"cnumpy" in content:
         names |= _names_of_numpy()
     return names

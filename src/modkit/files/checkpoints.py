@@ -9,16 +9,16 @@ import errno
 import io
 import os
 import pickle
-import re
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+import warnings
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any, Final
 
 import torch
-from torch import Tensor
 
 from modkit._messages import add_note
 from modkit._namespace import publish
@@ -28,34 +28,34 @@ from modkit._upstream import (
     load_with_names,
     modes_are_active,
     never_compiled,
+    readable_globals,
     sparse_tensors_to_check,
     tensors_are_fake,
 )
-from modkit.errors import FileError
+from modkit.errors import FileError, shown
 from modkit.files import kinds
 from modkit.files.atomic_write import IN_USE, atomic_write
 from modkit.files.checkpoint_values import checked_pickle, extra_names
+from modkit.files.inert import read_pickle
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
-from modkit.files.plain_unpickler import PlainUnpickler, is_for_plain_unpickler, is_plain
-from modkit.files.storages import Storages, memory_of
-from modkit.files.zip_archive import Archive, crc32, open_regular, open_source, read_some
+from modkit.files.plain_checkpoints import Filler, plain_content
+from modkit.files.torch_files import TorchFile
+from modkit.files.zip_archive import Archive, open_regular, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-_LOCK: Final = threading.Lock()
+# A handler of a signal may save while its thread does; after a fork, no other thread holds it.
+_LOCK = threading.RLock()
+_OF_SCRIPTS: Final = "torch._C.ScriptObject"
 _CRC_OPTIONS: Final[list[bool]] = []
 # Errors of a file that may be written to, but not replaced.
 _NOT_REPLACED: Final = {errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS}
 _IN_PLACE: Final = (
     "The file is writable: save_checkpoint(..., atomic=False) writes into it, not atomically."
 )
-
-
-class UnsafeFileError(FileError):
-    """A pickle is more than plain data."""
 
 
 @never_compiled
@@ -150,6 +150,15 @@ def _write_in_place(content: object, target: Any) -> None:
         raise
 
 
+def _renew_lock() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 @contextmanager
 def checksums_on() -> Generator[None]:
     """Make torch write checksums in a block; blocks of several threads may overlap."""
@@ -166,7 +175,11 @@ def checksums_on() -> Generator[None]:
 
 @never_compiled
 def load_checkpoint(
-    path: AnyPath | IO[bytes], map_location: Any = None, *, mmap: bool = False
+    path: AnyPath | IO[bytes],
+    map_location: Any = None,
+    *,
+    mmap: bool = False,
+    verify: bool = True,
 ) -> Any:
     """Read a file of ``torch.save`` after verifying its checksums.
 
@@ -184,18 +197,27 @@ def load_checkpoint(
         mmap: Map the file into memory instead of reading the tensors. It must not be changed in
             place while they are in use; replacing it, as ``save_checkpoint`` does, is safe, or
             refused (Windows).
+        verify: With ``mmap=True``, False opens the file without reading its tensors, in the time
+            of ``torch.load(mmap=True)``. A flipped bit in a tensor is then not noticed;
+            ``modkit.files.verify(path)`` compares all checksums later.
 
     Returns:
         What ``torch.load(path, map_location, weights_only=True)`` returns. No code from the file is
         executed.
 
+    Warns:
+        UserWarning: If the file has no checksums: one from before torch 1.6, or one that was
+            written with ``torch.serialization.set_crc32_options(False)``. ``modkit convert`` writes
+            it with checksums.
+
     Raises:
         FileNotFoundError: If there is no such file.
-        FileError: If it is corrupt, has no checksums, is of another kind, or cannot be loaded with
-            ``weights_only=True``.
+        IsADirectoryError: If it is a directory.
+        FileError: If it is corrupt, is of another kind, or cannot be loaded with
+            ``weights_only=True``. It names all classes that the file needs.
         RuntimeError: If ``map_location`` names a device that is not available, as ``torch.load``
             raises. What a function raises is passed on.
-        ValueError: If ``mmap`` is True for an open file.
+        ValueError: If ``mmap`` is True for an open file, or ``verify`` False without ``mmap``.
         TypeError: If a file is open as text.
         AttributeError: If ``path`` is neither a path nor a file.
 
@@ -207,6 +229,8 @@ def load_checkpoint(
         >>> load_checkpoint(path, map_location="cpu")["weight"].shape
         torch.Size([2, 3])
     """
+    if not verify and not mmap:
+        raise ValueError("load_checkpoint: verify=False needs mmap=True")
     if not isinstance(path, PATH_TYPES):
         if mmap:
             raise ValueError("f must be a file path in order to use the mmap argument")
@@ -214,15 +238,18 @@ def load_checkpoint(
             torch.load(path, weights_only=True)  # raises torch's error
 
     with open_source(path) as (source, what), collector_paused():
+        if kinds.kind_of(source) == kinds.LEGACY:
+            # Its pickles are within the limits, and its storages within the file.
+            names = TorchFile(source, what).content.foreign
+            content = _left_to_torch(source, what, map_location, mmap=mmap, foreign=names)
+            _warn_of(what)
+            return content
+
         archive = archive_of(source, what, kinds.TORCH_SAVE)
         if not archive.has_checksums:
-            raise FileError(
-                f"{archive.what} was written without checksums; "
-                "torch.load(path, weights_only=True) reads it unverified",
-                kinds.TORCH_SAVE,
-            )
+            _warn_of(what)
         checked = set(archive.members)
-        if is_meta(map_location):
+        if is_meta(map_location) or not verify:
             # The content of tensors is not read.
             checked = {name for name in checked if not name.startswith("data/")}
 
@@ -234,71 +261,15 @@ def load_checkpoint(
         content = _read_plain(archive, mapped, map_location)
         # Members that have not been read yet, such as tensors that the pickle does not name.
         archive.verify(checked)
-        if content is not None:
-            return content
-        return _left_to_torch(archive, source, map_location, mmap=mmap)
+        return content if content is not None else _followed(archive, source, map_location, mmap)
 
 
-class Checksums:
-    """The checksums of the storages in a file, tested when a tensor is used.
-
-    Args:
-        archive: The file; without checksums, nothing is tested.
-    """
-
-    def __init__(self, archive: Archive) -> None:
-        self._archive = archive
-        # The addresses of storages that have been tested.
-        self._intact = set[int]()
-        members = archive.members.values() if archive.has_checksums else ()
-        self._expected = {(member.size, member.crc) for member in members}
-
-    def check(self, name: str, tensor: Tensor) -> None:
-        """Test the storage of a tensor; each storage is read once.
-
-        Args:
-            name: The name of the tensor, for the error.
-            tensor: A tensor from the file, on the CPU.
-
-        Raises:
-            FileError: If the storage is corrupt.
-        """
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        address = storage.data_ptr()
-        if not self._expected or not size or address in self._intact:
-            return
-        # torch does not tell which member a storage was.
-        if (size, crc32(memory_of(storage))) not in self._expected:
-            raise self._archive.corrupt(f"the content of {name!r} does not match its checksum")
-        self._intact.add(address)
-
-
-def read_mapped(path: str | os.PathLike[str]) -> tuple[Any, Checksums]:
-    """Return the content of a file, as :func:`mapped_content`, and its checksums."""
-    with open_regular(path) as descriptor:
-        archive = archive_of(descriptor, os.fspath(path), kinds.TORCH_SAVE)
-        return mapped_content(archive, descriptor), Checksums(archive)
-
-
-def mapped_content(archive: Archive, descriptor: int) -> Any:
-    """Return the content of an archive, mapped into memory: its pickle is verified, not tensors.
-
-    Args:
-        archive: The archive.
-        descriptor: The descriptor of its file.
-
-    Raises:
-        FileError: If the archive is corrupt, or cannot be loaded with ``weights_only=True``.
-    """
-    with collector_paused():
-        # Kept for the unpickler, so that verifying does not read it as well.
-        archive.text("data.pkl")
-        archive.verify(name for name in archive.members if not name.startswith("data/"))
-        content = _read_plain(archive, descriptor, "cpu")
-        if content is None:
-            content = _left_to_torch(archive, descriptor, "cpu", mmap=True)
-        return content
+def _warn_of(what: str) -> None:
+    warnings.warn(
+        f"{shown(what)} has no checksums, so it is read unverified; `modkit convert` writes it "
+        "with them",
+        stacklevel=3,
+    )
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:
@@ -315,21 +286,41 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
             Archive(descriptor, os.fspath(path)).verify()
 
 
-def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, mmap: bool) -> Any:
-    """Load with torch, from the file that has been verified even if another one has replaced it."""
-    refused = f"{archive.what} cannot be read as a checkpoint"
+def _followed(archive: Archive, source: int | bytes, map_location: Any, mmap: bool) -> Any:
+    """Load with torch what is not plain, once its pickle is within the limits."""
     content = archive.text("data.pkl")
-    if problem := pickle_problem(content, archive.members, trusted=allowed_by_user()):
-        raise FileError(f"{refused}: data.pkl: {problem}")
+    if problem := pickle_problem(content, archive.sizes, trusted=allowed_by_user()):
+        raise FileError(f"{archive.what} cannot be read as a checkpoint: data.pkl: {problem}")
     order = archive.text("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
     if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
-        raise FileError(f"{refused}: torch cannot swap the bytes of tensors without memory")
+        raise FileError(f"{archive.what}: torch cannot swap the bytes of tensors without memory")
 
     names = extra_names(content)
+    try:
+        foreign = read_pickle(content, archive.what, archive.sizes).foreign
+    except FileError:
+        # torch reads a few pickles that the other reader does not.
+        foreign = []
+    return _left_to_torch(
+        source, archive.what, map_location, mmap=mmap, foreign=foreign, names=names
+    )
+
+
+def _left_to_torch(
+    source: int | bytes,
+    what: str,
+    map_location: Any,
+    *,
+    mmap: bool,
+    foreign: Sequence[str],
+    names: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    """Load with torch, from the file that has been verified even if another one has replaced it."""
+    refused = f"{what} cannot be read as a checkpoint"
     mapped = None
     if isinstance(source, int):
-        mapped = path_of(source, archive.what) if mmap else None
+        mapped = path_of(source, what) if mmap else None
         opened: IO[bytes] = os.fdopen(os.dup(source), "rb")
     else:
         opened = io.BytesIO(source)
@@ -341,7 +332,7 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
                 return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise UnsafeFileError(f"{refused}: {_unsafe_reason(error)}") from error
+        raise FileError(f"{refused}: {_unsafe_reason(error, foreign, names)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__
@@ -351,65 +342,48 @@ def _left_to_torch(archive: Archive, source: int | bytes, map_location: Any, *, 
         del sparse_tensors_to_check()[before:]
 
 
-def _unsafe_reason(error: pickle.UnpicklingError) -> str:
-    """Return why torch refuses a pickle, with the name that it refuses."""
-    names = re.findall(r"GLOBAL ([\w.]{1,200}) was not an allowed global", str(error))
+def _unsafe_reason(
+    error: pickle.UnpicklingError, foreign: Sequence[str], extra: Mapping[str, Any]
+) -> str:
+    """Return why torch refuses a pickle: all names in it that it would execute, and what to do."""
     if "must be imported to load DTensors" in str(error):
         return "it holds sharded tensors; to read them, import torch.distributed.tensor first"
+    known = {*readable_globals(), *extra}
+    names = [name.removeprefix("builtins.") for name in foreign if name not in known]
+    if _OF_SCRIPTS in foreign:
+        return (
+            "it holds objects of TorchScript, which weights_only=True never reads; if you trust "
+            "the file, torch.load(path, weights_only=False) executes its code"
+        )
     if not names:
         return "its pickle is invalid, or of a kind that weights_only=True does not read"
+    joined = ", ".join(names)
     return (
-        f"it needs {names[0]}, and loading that would execute code; none was executed. If you "
-        f"trust the file, load it inside torch.serialization.safe_globals([{names[0]}])"
+        f"it needs {joined}, and loading that would execute code; none was executed. `modkit "
+        "convert --key` takes the tensors out of it. If you trust the file, load it inside "
+        f"torch.serialization.safe_globals([{joined}])"
     )
 
 
 def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
-    """Return the content of a plain state dict, or None to let torch read the file.
-
-    Tensors are mapped from a descriptor, unverified, or verified while they are read.
-
-    Args:
-        archive: The file.
-        mapped: Descriptor to map tensors from; None to read them.
-        map_location: Device or function, as for ``torch.load``.
-
-    Returns:
-        The content; None if torch has to read the file.
-
-    Raises:
-        FileError: If the file is corrupt.
-        Exception: Any error that ``map_location`` causes, such as an unavailable device.
-    """
-    if modes_are_active() or not is_for_plain_unpickler(archive):
+    """Return the content of a plain state dict, or None to let torch read the file."""
+    content = None if modes_are_active() else plain_content(archive)
+    if content is None:
         return None
 
-    with Storages(archive, map_location, mapped) as storages:
-        try:
-            if storages.maps_by_function:
-                # The function is called once for each storage: not here and then again by torch.
-                _unpickled(archive, storages.plan)
-            allocate = storages.on_meta if is_meta(map_location) else storages.allocate
-            content = _unpickled(archive, allocate)
-        except FileError:
+    filler = Filler(archive, map_location, mapped)
+    try:
+        filled = filler.fill(content.value)
+    except FileError:
+        raise
+    except Exception as error:
+        # A device or a function that the caller names is not an error of the file.
+        if map_location is not None and error is filler.error:
             raise
-        except Exception as error:
-            # A device or a function that the caller names is not an error of the file.
-            if map_location is not None and error is storages.error:
-                raise
-            # torch reads the file, or raises its own error.
-            return None
-
-        archive.read_all(storages.unread)
-    return content
-
-
-def _unpickled(archive: Archive, allocate: Callable[[str, str], torch.UntypedStorage]) -> Any:
-    """Return the content of a plain state dict, or raise for torch to read it."""
-    content = PlainUnpickler(archive, allocate).load()
-    if not is_plain(content, set()):
-        raise pickle.UnpicklingError
-    return content
+        # torch reads the file, or raises its own error.
+        return None
+    archive.read_all(filler.unread)
+    return filled
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

@@ -1,6 +1,7 @@
 """The content of a model file, and whether the file is intact, without executing code from it."""
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -8,30 +9,31 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import torch
-from torch import Tensor
-
 from modkit.errors import FileError
 from modkit.files import kinds
-from modkit.files.checkpoints import UnsafeFileError, mapped_content
-from modkit.files.kinds import archive_of, check_facts, other_file, parse_digest
+from modkit.files.distributed_files import METADATA, DistributedFile
+from modkit.files.inert import UNREAD
+from modkit.files.kinds import check_facts, other_file, parse_digest
+from modkit.files.pickle_limits import ITEM_SIZES
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import (
     INDEX,
     MAX_NAME,
     Checkpoint,
     file_in,
-    named_entries,
+    listing_of,
     short_repr,
 )
-from modkit.files.zip_archive import Archive, open_regular, read_some
+from modkit.files.torch_files import TorchFile
+from modkit.files.zip_archive import Archive, archives_in, open_regular, read_some
 
 
-# A hostile file can name one object a billion times. Each listed entry costs its name and 64.
-_BUDGET: Final = 1 << 26
-_DEEPEST: Final = 16
-_ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT}
-NEVER_INTACT: Final = {kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.UNKNOWN}
+_ARCHIVES: Final = {kinds.TORCH_SAVE, kinds.TORCHSCRIPT, kinds.EXPORT, kinds.PACKAGE}
+NEVER_INTACT: Final = {
+    *(kinds.EMPTY, kinds.CORRUPT_ZIP, kinds.TEXT, kinds.ZIP, kinds.PACKED, kinds.UNKNOWN)
+}
+_MOST_CLASSES: Final = 20
+UNVERIFIED: Final = "unverified: no checksums"
 # Members that are verified before their bytes, still in the page cache, are hashed.
 _BATCH: Final = 64
 _CHUNK: Final = 1 << 20
@@ -109,7 +111,6 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
     Raises:
         FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is empty, corrupt, or not a regular file.
-        ImportError: If a safetensors file is inspected without the package safetensors.
 
     Example:
         >>> import torch
@@ -119,10 +120,13 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
         TensorInfo(name='model.weight', shape=(2, 3), dtype='float32', nbytes=24)
     """  # noqa: DOC501 - wrong_kind() makes a FileError
     file = file_in(Path(path))
-    if file.name.endswith(INDEX):
-        checkpoint = Checkpoint(file, None)
+    if is_table(file):
+        checkpoint = DistributedFile(file) if file.name == METADATA else Checkpoint(file)
+        kind = kinds.DISTRIBUTED if file.name == METADATA else kinds.SHARDED
         size = sum(path.stat().st_size for path in (file, *checkpoint.files))
-        return _of_table(checkpoint, FileInfo(os.fspath(path), kinds.SHARDED, size, ""))
+        info = _of_table(checkpoint, FileInfo(os.fspath(path), kind, size, ""))
+        others = checkpoint.others if isinstance(checkpoint, DistributedFile) else []
+        return replace(info, entries=dict.fromkeys(others, "an object of its own"))
 
     with open_regular(file) as descriptor:
         kind = kinds.kind_of(descriptor)
@@ -134,11 +138,18 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
         digest = kinds.sha256_of(descriptor) if hashed else ""
         info = FileInfo(os.fspath(path), kind, size, digest)
 
-        if kind == kinds.TORCH_SAVE:
-            return _of_torch_save(descriptor, archive_of(descriptor, str(file), kind), info)
-        if kind in {kinds.TORCHSCRIPT, kinds.EXPORT}:
+        if kind in {kinds.TORCH_SAVE, kinds.LEGACY}:
+            try:
+                return _of_torch_save(TorchFile(descriptor, str(file)), info)
+            except FileError as error:
+                if error.kind != UNREAD:
+                    raise
+                return replace(info, note=f"{error}; {kinds.ADVICE[kinds.PICKLE]}")
+        if kind in _ARCHIVES:
             members = Archive(descriptor, str(file)).members.items()
-            return replace(info, entries={name: f"{member.size} bytes" for name, member in members})
+            return replace(
+                info, entries={name: f"{member.file_size} bytes" for name, member in members}
+            )
         if opened is not None:
             metadata = islice(opened.metadata.items(), 1000)
             entries = {name[:MAX_NAME]: short_repr(value) for name, value in metadata}
@@ -162,7 +173,6 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         FileNotFoundError: If there is no such file, or the directory has no checkpoint.
         FileError: If the file is corrupt, has another digest or no checksums, or is of another
             kind.
-        ImportError: If a safetensors file is tested without the package safetensors.
 
     Example:
         >>> import torch
@@ -171,13 +181,21 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         >>> verify(path)
     """
     file = file_in(Path(path))
-    if file.name.endswith(INDEX):
-        if sha256 is not None:
-            raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
-        for shard in Checkpoint(file, None).files:
-            check_file(shard)
-        return
-    check_file(file, sha256)
+    parts = parts_of(file)
+    if parts and sha256 is not None:
+        raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
+    for part in (file, *parts):
+        check_file(part, sha256)
+
+
+def parts_of(file: Path) -> list[Path]:
+    """Return the files that an index, or the metadata of a distributed checkpoint, names."""
+    return Checkpoint(file).files if is_table(file) else []
+
+
+def is_table(file: Path) -> bool:
+    """Return True for a file that names tensors in other files."""
+    return file.name == METADATA or file.name.endswith(INDEX)
 
 
 def check_file(
@@ -203,11 +221,13 @@ def check_file(
     Raises:
         FileError: See :func:`verify`.
     """  # noqa: DOC501 - other_file() and wrong_kind() make a FileError
-    is_index = file.name.endswith(INDEX)
+    is_index = is_table(file)
     how = ""
     if is_index:
-        checkpoint = Checkpoint(file, None)
+        checkpoint = Checkpoint(file)
         how = f"index of {len(checkpoint.shapes):,} tensors in {len(checkpoint.files)} files"
+        if checkpoint.unlisted:
+            how += f", which have {checkpoint.unlisted:,} tensors more"
 
     expected = None if sha256 is None else parse_digest(sha256)
     with open_regular(file) as descriptor:
@@ -223,6 +243,11 @@ def check_file(
             if kind != kinds.EXPORT:
                 check_facts(archive)
             how = f"checksums of {len(archive.members):,} members"
+        elif kind == kinds.CHAIN:
+            places = archives_in(descriptor, os.fstat(descriptor).st_size)
+            for start, end in places:
+                Archive(read_some(descriptor, start, end - start), str(file)).verify()
+            how = f"checksums of {len(places):,} archives"
         elif expected is None and not is_index:
             advice = "compare its SHA-256 with the expected one"
             raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
@@ -242,7 +267,9 @@ def _read_all(
 ) -> str:
     """Verify the members of an archive and hash the whole file, so that the disk reads it once."""
     size = os.fstat(descriptor).st_size
-    members = sorted(archive.members.items(), key=lambda item: item[1].header) if archive else []
+    members = (
+        sorted(archive.members.items(), key=lambda item: item[1].header_offset) if archive else []
+    )
     digest = hashlib.sha256()
     hashed_bytes = 0
 
@@ -250,7 +277,7 @@ def _read_all(
         if archive is not None:
             archive.verify(name for name, _ in members[first : first + _BATCH])
         following = members[first + _BATCH :][:1]
-        end = following[0][1].header if following else size
+        end = following[0][1].header_offset if following else size
         while hashed and hashed_bytes < end:
             chunk = read_some(descriptor, hashed_bytes, min(_CHUNK, end - hashed_bytes))
             if not chunk:
@@ -262,63 +289,41 @@ def _read_all(
     return digest.hexdigest() if hashed else ""
 
 
-def _of_torch_save(descriptor: int, archive: Archive, info: FileInfo) -> FileInfo:
-    # A corrupt pickle is an error, a pickle of something else than plain data is a note.
-    if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
-        raise archive.corrupt("its pickle is invalid")
-    try:
-        return _of_content(mapped_content(archive, descriptor), info)
-    except UnsafeFileError as error:
-        reason = str(error).rpartition("cannot be read as a checkpoint: ")[2]
-        return replace(info, note=f"{reason}. {kinds.ADVICE[kinds.PICKLE]}")
-    except FileError:
-        raise
-    except RuntimeError as error:
-        # torch cannot compute the size of some tensors that a pickle can describe.
-        raise FileError(f"{info.path} is corrupt: invalid tensor: {error}", info.kind) from error
+def _of_torch_save(file: TorchFile, info: FileInfo) -> FileInfo:
+    """Describe a file of torch: its tensors, its other entries, and classes that were left out."""
+    listing = listing_of(file.content.value)
+    notes: list[str] = []
+    if foreign := file.content.foreign:
+        names = ", ".join(foreign[:_MOST_CLASSES]) + (", ..." if foreign[_MOST_CLASSES:] else "")
+        notes.append(
+            f"it needs {names}, for which placeholders are shown: loading that would execute code; "
+            "none was executed"
+        )
+    if not file.has_checksums:
+        notes.append(UNVERIFIED)
+    if listing.is_cut:
+        notes.append("the listing is cut: the file has too many entries")
+    tensors = tuple(
+        TensorInfo(name, tensor.shape, tensor.dtype, tensor.nbytes)
+        for name, tensor in listing.tensors.items()
+    )
+    return replace(
+        info,
+        tensors=tensors,
+        entries=listing.entries,
+        groups=listing.groups,
+        note="; ".join(notes),
+    )
 
 
-def _of_table(opened: Checkpoint | SafetensorsFile, info: FileInfo) -> FileInfo:
+def _of_table(opened: Checkpoint | SafetensorsFile | DistributedFile, info: FileInfo) -> FileInfo:
     """Describe a file of tensors from names, shapes and dtypes."""
     tensors: list[TensorInfo] = []
     for name, shape in opened.shapes.items():
         dtype = opened.dtypes[name]
-        # float8_e4m3fn and F8_E4M3 have 8 bits, and so has bool.
+        # Those that torch lacks are F8_E4M3, for instance, or F4.
         bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
-        tensors.append(TensorInfo(name, tuple(shape), dtype, shape.numel() * bits // 8))
+        size = math.prod(shape)
+        size = size * ITEM_SIZES[dtype] if dtype in ITEM_SIZES else size * bits // 8
+        tensors.append(TensorInfo(name, tuple(shape), dtype, size))
     return replace(info, tensors=tuple(tensors), groups={"": tuple(t.name for t in tensors)})
-
-
-def _of_content(content: object, info: FileInfo) -> FileInfo:
-    """Describe nested mappings and lists: their tensors and other entries, up to a budget."""
-    tensors: list[TensorInfo] = []
-    entries: dict[str, str] = {}
-    groups: dict[str, tuple[str, ...]] = {}
-    left = _BUDGET
-
-    def walk(entry: object, key: str, depth: int) -> None:
-        nonlocal left
-        if isinstance(entry, Tensor):
-            shape = () if entry.is_nested else tuple(entry.shape)
-            # Sparse and nested tensors have no storage of their own.
-            size = entry.nbytes if entry.layout == torch.strided and not entry.is_nested else 0
-            tensors.append(TensorInfo(key, shape, str(entry.dtype)[6:], size))
-            return
-        items = None if depth > _DEEPEST else named_entries(entry)
-        if items is None:
-            entries[key] = short_repr(entry)
-            return
-
-        names: list[str] = []
-        groups[key] = ()
-        for name, value in items:
-            left -= 64 + len(key) + len(name)
-            if left < 0:
-                break
-            names.append(name)
-            walk(value, f"{key}.{name}" if key else name, depth + 1)
-        groups[key] = tuple(names)
-
-    walk(content, "", 0)
-    note = "the listing is cut: the file has too many entries" if left < 0 else ""
-    return replace(info, tensors=tuple(tensors), entries=entries, groups=groups, note=note)

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Final
 
 from modkit.errors import FileError, printable
-from modkit.files.zip_archive import Archive, read_some
+from modkit.files.zip_archive import CHAIN, CORRUPT_ZIP, Archive, read_some
 
 
 TORCH_SAVE: Final = "torch.save file"
@@ -22,7 +22,9 @@ EXPORT: Final = "torch.export archive"
 SAFETENSORS: Final = "safetensors file"
 SHARDED: Final = "sharded checkpoint"
 ZIP: Final = "zip file"
-CORRUPT_ZIP: Final = "corrupt zip file"
+PACKAGE: Final = "torch.package archive"
+DISTRIBUTED: Final = "distributed checkpoint"
+PACKED: Final = "packed file"
 PICKLE: Final = "pickle"
 TEXT: Final = "text file"
 EMPTY: Final = "empty file"
@@ -30,17 +32,26 @@ UNKNOWN: Final = "unknown file"
 
 ADVICE: Final = {
     TORCH_SAVE: "read it with modkit.load_checkpoint",
-    LEGACY: "it has no checksums; read it with torch.load(..., weights_only=True) and save it "
-    "again",
+    LEGACY: "read it with modkit.load_checkpoint; it has no checksums, and `modkit convert` writes "
+    "it with them",
     TORCHSCRIPT: "read it with modkit.jit.load",
     FLATBUFFER: "read it with modkit.jit.load",
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
     PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it "
     "names. fickling and picklescan analyse such files",
+    PACKAGE: "read it with torch.package.PackageImporter, which executes its code",
+    DISTRIBUTED: "read it with torch.distributed.checkpoint, or make one file of it with "
+    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
+    PACKED: "unpack it first",
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
+# gzip, bzip2, xz, zstd, 7z and rar.
+_PACKERS: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
+_TAR_MARK: Final = b"ustar"
+_TAR_MARK_PLACE: Final = 257
+_LFS: Final = "version https://git-lfs"
 # The first object of the pickles that torch.save wrote before torch 1.6.
 _LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
 _IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
@@ -62,6 +73,8 @@ def kind_of(source: int | bytes) -> str:
     head = read_some(source, 0, _HEAD)
     if not head:
         return EMPTY
+    if head.startswith(_PACKERS) or head.startswith(_TAR_MARK, _TAR_MARK_PLACE):
+        return PACKED
     # The identifier of a flatbuffer comes after an offset of four bytes.
     if head[4:8] == b"PTMF":
         return FLATBUFFER
@@ -85,6 +98,8 @@ def kind_of_members(names: Collection[str]) -> str:
     Args:
         names: The names without the folder that contains all members.
     """
+    if ".data/extern_modules" in names:
+        return PACKAGE
     if "constants.pkl" in names or any(name.startswith("code/") for name in names):
         return TORCHSCRIPT
     if "serialized_exported_program.json" in names or "archive_format" in names:
@@ -101,15 +116,13 @@ def wrong_kind(source: int | bytes, what: str, expected: str) -> FileError:
         expected: The kind that was expected, with its article.
     """
     kind = kind_of(source)
-    if kind in {CORRUPT_ZIP, ZIP}:
+    if kind in {CORRUPT_ZIP, CHAIN, ZIP}:
         try:
             Archive(source, what)
         except FileError as error:
             return error
 
     advice = first_line(source) if kind == TEXT else ADVICE.get(kind)
-    if kind == LEGACY and expected == f"a {TORCH_SAVE}":
-        expected = f"{expected} with checksums"
     article = "an" if kind[0] in "aeu" else "a"
     message = f"{what} is {article} {kind}, not {expected}"
     return FileError(f"{message}: {advice}" if advice else message, kind)
@@ -124,7 +137,9 @@ def first_line(source: int | bytes) -> str:
     lines = (
         read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").splitlines()
     )
-    return f"it begins with {printable(lines[0][:60] if lines else '')!r}"
+    begin = f"it begins with {printable(lines[0][:60] if lines else '')!r}"
+    is_pointer = bool(lines) and lines[0].startswith(_LFS)
+    return f"{begin}: a Git LFS pointer; `git lfs pull` downloads the file" if is_pointer else begin
 
 
 def _kind_of_pickle(head: bytes) -> str | None:

@@ -23,24 +23,41 @@ import struct
 import warnings
 from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
-
-import torch
-
-from modkit.files.zip_records import Member
+from typing import Any, Final, Literal, TypeAlias
 
 
 DEEPEST: Final = 1000
-_DTYPES: Final = {"byte": "uint8", "char": "int8", "untyped": "uint8"}
+# The bytes of an element, by torch's names of dtypes.
+ITEM_SIZES: Final = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits1x8"), 1),
+    **dict.fromkeys(("bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "qint32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+# Other names of dtypes, in those of storages.
+_ALIASES: Final = dict(
+    zip(
+        ("byte", "char", "short", "int", "long", "half", "float", "double", "untyped"),
+        ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "uint8"),
+        strict=True,
+    ),
+    complexhalf="complex32",
+    complexfloat="complex64",
+    complexdouble="complex128",
+)
 # The instructions of torch's readers, by their names in pickletools.
 _TUPLES: Final = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _EMPTY: Final = {"EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
-_FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD"}
-_CALLS: Final = {"GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID"}
+_FILLS: Final = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD", "ADDITEMS"}
+_CALLS: Final = {"GLOBAL", "REDUCE", "NEWOBJ", "BINPERSID", "STACK_GLOBAL"}
 _NUMBERS: Final = {"BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1"}
-_STRINGS: Final = {"BINUNICODE", "SHORT_BINSTRING"}
-_MEMO: Final = {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"}
-_STACK: Final = {"PROTO", "MARK", "POP", "DUP", "STOP"}
+_STRINGS: Final = {"BINUNICODE", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINUNICODE"}
+_MEMO: Final = {"BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "MEMOIZE"}
+_STACK: Final = {"PROTO", "FRAME", "MARK", "POP", "DUP", "STOP"}
 _CONSTANTS: Final[dict[str, object]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _KNOWN: Final = (
     _TUPLES | _EMPTY | _FILLS | _CALLS | _NUMBERS | _STRINGS | _MEMO | _STACK | set(_CONSTANTS)
@@ -48,6 +65,12 @@ _KNOWN: Final = (
 # Those of which equal ones share an object.
 _SHARED: Final = {*_CONSTANTS, "BININT1", "BININT2"}
 _BYTES: Final = ("__builtin__.bytes", "builtins.bytes")
+# Classes of Python that a pickle may hold as values. To call them could take any time and memory.
+_NAMES_OF_VALUES: Final = ("bool", "float", "int", "list", "object", "str", "tuple")
+VALUES: Final = {
+    f"{module}.{name}": name for module in ("builtins", "__builtin__") for name in _NAMES_OF_VALUES
+}
+Reader: TypeAlias = Literal["torch", "script", "inert"]
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 
 
@@ -62,7 +85,7 @@ def _taken_by(opcode: pickletools.OpcodeInfo) -> tuple[int, bool]:
 _TAKEN: Final = {
     opcode.name: _taken_by(opcode)
     for opcode in pickletools.opcodes
-    if opcode.name in _KNOWN - {"DUP"} and opcode.stack_before
+    if opcode.name in _KNOWN - {"DUP", "MEMOIZE"} and opcode.stack_before
 }
 
 # Bytes that readers allocate at an instruction. torch.save memoizes each container, which takes 5
@@ -73,11 +96,12 @@ _COSTS: Final = {
     **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT"), 80),
     **dict.fromkeys(_TUPLES, 112),
     **dict.fromkeys(("SETITEM", "SETITEMS"), 168),
-    **dict.fromkeys(("APPEND", "APPENDS", "REDUCE", "NEWOBJ"), 32),
+    **dict.fromkeys(("APPEND", "APPENDS", "ADDITEMS", "REDUCE", "NEWOBJ"), 32),
     **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
 }
 _CALL_COSTS: Final = {"OrderedDict": 128, "Counter": 224, "set": 224, "frozenset": 224, "dict": 72}
 _REBUILD_COST: Final = 320  # of a tensor or a parameter
+_FOREIGN_COST: Final = 96  # of an object in place of one of an unknown class
 _FREE_MEMORY: Final = 16 << 20
 _MEMORY_PER_BYTE: Final = 28
 _MEMORY_PER_MEMBER: Final = 2048
@@ -127,39 +151,37 @@ def collector_paused() -> Generator[None]:
             gc.enable()
 
 
-def storage_dtype(kind: str) -> torch.dtype | None:
-    """Return the dtype of a class of storages, or None.
-
-    Args:
-        kind: The name of the class: ``FloatStorage``, or ``UInt16Storage`` in scripts.
-    """
-    name = re.sub("^complex(?=[hfd])", "c", kind.removesuffix("Storage").lower())
-    dtype = getattr(torch, _DTYPES.get(name, name), None)
-    return dtype if isinstance(dtype, torch.dtype) else None
+def storage_dtype(kind: str) -> str | None:
+    """Return the name of the dtype of a class of storages, as ``FloatStorage``, or None."""
+    name = kind.removesuffix("Storage").lower()
+    name = _ALIASES.get(name, name)
+    return name if name in ITEM_SIZES else None
 
 
 def pickle_problem(
     data: bytes,
-    members: Mapping[str, Member | None],
+    sizes: Mapping[str, int],
     folder: str = "data/",
     *,
-    script: bool = False,
+    reader: Reader = "torch",
     trusted: Container[str] = (),
 ) -> str:
     """Return why torch must not read a pickle, or ``""``.
 
     Args:
         data: The pickle.
-        members: The members of the archive, to compare the sizes of storages.
+        sizes: The sizes of the members of the archive, to compare those of storages.
         folder: The folder of the storages.
-        script: Whether torch's reader in C++ reads it, which accepts fewer instructions.
+        reader: Who reads it: torch's unpickler of ``weights_only=True``; ``"script"`` for torch's
+            reader in C++; ``"inert"`` for the one of :mod:`~modkit.files.inert`. The last two
+            accept no instructions that are unknown here.
         trusted: Names of NumPy that the user has allowed with any argument.
     """
     try:
         with warnings.catch_warnings(), collector_paused():
             # pickletools warns of invalid escapes in instructions that torch does not have.
             warnings.simplefilter("ignore")
-            _Follower(len(data), members, folder, script=script, trusted=trusted).follow(data)
+            _Follower(len(data), sizes, folder, reader, trusted).follow(data)
     except (IndexError, KeyError, TypeError, AttributeError):
         return "its instructions do not fit together"
     except ValueError as error:
@@ -228,16 +250,16 @@ class _Follower:
     def __init__(
         self,
         size: int,
-        members: Mapping[str, Member | None],
+        sizes: Mapping[str, int],
         folder: str,
-        *,
-        script: bool,
+        reader: Reader,
         trusted: Container[str],
     ) -> None:
         self._size = size
-        self._members = members
+        self._sizes = sizes
         self._folder = folder
-        self._script = script
+        self._script = reader == "script"
+        self._inert = reader == "inert"
         self._trusted = trusted
 
         # The state of the unpickler.
@@ -249,7 +271,7 @@ class _Follower:
 
         # The rest of the limits: objects to hash, and bytes to allocate.
         self._work = 10_000 + 10 * size
-        self._memory = most_memory(size, len(members))
+        self._memory = most_memory(size, len(sizes))
 
     def follow(self, data: bytes) -> None:
         """Follow the pickle, up to an instruction that torch does not have."""
@@ -259,8 +281,8 @@ class _Follower:
         for instruction, argument, place in pickletools.genops(file):
             name = instruction.name
             if name not in _KNOWN:
-                if self._script:
-                    raise ValueError(f"it has the instruction {name}, which torch never writes")
+                if self._script or self._inert:
+                    raise ValueError(f"it has the instruction {name}, which is not read here")
                 return
 
             if name in _RUNS and place is not None and place >= end_of_run:
@@ -290,6 +312,9 @@ class _Follower:
                 raise ValueError(f"it stores an object at place {argument}")
             self._memo[argument] = self._stack[-1]
 
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = self._stack[-1]
+
         # The others push an object.
         elif name in _RUN_OF_PLACES:
             self._stack.append(self._memo[argument])
@@ -299,7 +324,7 @@ class _Follower:
             content = _CONSTANTS.get(name, argument)
             number = self._numbers.setdefault((name, argument), _Number(content))
             self._stack.append(number)
-        elif name != "PROTO":
+        elif name not in {"PROTO", "FRAME"}:
             self._stack.append(_Object(_NO_ITEMS if name in _EMPTY else argument))
 
     def _spend(self, memory: int) -> None:
@@ -341,6 +366,8 @@ class _Follower:
             self._fill(name, taken)
         elif name in {"REDUCE", "NEWOBJ"}:
             self._call(*taken)
+        elif name == "STACK_GLOBAL":
+            self._stack.append(_Object(" ".join(_contents(taken))))
         elif name == "BINPERSID":
             self._storage(taken[0])
 
@@ -351,6 +378,9 @@ class _Follower:
             _check_state_of_numpy(target, items[0])
         elif name in {"SETITEM", "SETITEMS"}:
             for key in items[::2]:
+                self._hash(key)
+        elif name == "ADDITEMS":
+            for key in items:
                 self._hash(key)
 
         if target.content is _NO_ITEMS:
@@ -376,7 +406,9 @@ class _Follower:
 
         name = function.content.replace(" ", ".") if isinstance(function.content, str) else ""
         is_rebuilt = name.startswith("torch") and "_rebuild_" in name
-        self._spend(_REBUILD_COST if is_rebuilt else _CALL_COSTS.get(name.rpartition(".")[2], 0))
+        other_cost = _FOREIGN_COST if self._inert else 0
+        cost = _CALL_COSTS.get(name.rpartition(".")[2], other_cost)
+        self._spend(_REBUILD_COST if is_rebuilt else cost)
 
         values = arguments.content if isinstance(arguments.content, list) else []
         if name.endswith(_HASHING):
@@ -384,9 +416,14 @@ class _Follower:
         elif name == "_codecs.encode" and _contents(values)[1:] != ["latin1"]:
             # Some encodings take quadratic time; pickle uses only this one.
             raise ValueError("it encodes a string in another way than pickle does")
+        elif name == "_codecs.encode":
+            # One long string could be encoded by a few bytes each time.
+            self._spend(len(str(_contents(values)[0])))
         elif name in _BYTES and values and name not in self._trusted:
             raise ValueError("it makes bytes in another way than pickle does")
-        elif name.startswith("numpy") and name not in self._trusted:
+        elif name in VALUES and not self._inert:
+            raise ValueError(f"it calls {name}, which torch does not")
+        elif name.startswith("numpy") and name not in self._trusted and not self._inert:
             result.content = _made_by_numpy(name, values)
 
     def _storage(self, identifier: _Object) -> None:
@@ -401,20 +438,21 @@ class _Follower:
         is_nested = fields[3].weight > 1 or isinstance(location, (list, tuple))
         if not isinstance(key, (str, int)) or is_nested:
             raise ValueError("it names a storage by something else than a string")
-        member = self._members.get(f"{self._folder}{key}")
+        name = f"{self._folder}{key}"
+        stored = self._sizes.get(name)
         dtype = storage_dtype(str(kind).rpartition(" ")[2])
         if type(numel) is not int or dtype is None or "\0" in str(key):
             raise ValueError(f"it names the storage {key!r} in another way than torch does")
 
-        size = numel * dtype.itemsize
+        size = numel * ITEM_SIZES[dtype]
         # torch.load makes a storage once, whatever the pickle states about it later.
         if str(key) in self._storages and size and not self._script:
             return
         self._storages.add(str(key))
         # A script has no values of tensors on the meta device, and reads none for them.
-        is_empty = self._script and location == "meta" and member is not None and not member.size
-        if member is not None and size != member.size and not is_empty:
-            raise ValueError(f"{member.name!r} has {member.size} bytes, not {size}")
+        is_empty = self._script and location == "meta" and stored == 0
+        if stored is not None and size != stored and not is_empty:
+            raise ValueError(f"{name!r} has {stored} bytes, not {size}")
 
 
 def _end_of_run(kind: re.Pattern[bytes], data: bytes, place: int) -> int:
@@ -440,7 +478,11 @@ def _made_by_numpy(name: str, arguments: list[_Object]) -> object:
             return _ARRAY
     elif name.endswith(".multiarray.scalar") and contents[0] is _DTYPE:
         return _OPAQUE
-    raise ValueError("it has objects of NumPy that are neither numbers nor arrays of numbers")
+    raise ValueError(
+        "it has strings, dates, records or objects of NumPy. If you trust the file, load it inside "
+        "torch.serialization.safe_globals([np._core.multiarray._reconstruct, "
+        "np._core.multiarray.scalar, np.ndarray, np.dtype]), and save numbers, str(value) or lists"
+    )
 
 
 def _check_state_of_numpy(target: _Object, state: _Object) -> None:

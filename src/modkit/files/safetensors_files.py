@@ -1,22 +1,24 @@
 """Files of safetensors: a JSON header, then the tensors; no checksums."""
 
 import ctypes
-import importlib
 import json
+import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.kinds import SAFETENSORS, SHARDED
-from modkit.files.zip_archive import open_regular, read_some
+from modkit.files.pickle_limits import ITEM_SIZES
+from modkit.files.zip_archive import open_kept, read_some
 
+
+if TYPE_CHECKING:
+    import torch
 
 # Names of dtypes in the format and in torch.
 _DTYPES: Final[dict[str, str]] = {
@@ -30,9 +32,14 @@ _DTYPES: Final[dict[str, str]] = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-_NAMES: Final[dict[Any, str]] = {
-    getattr(torch, dtype, None): name for name, dtype in _DTYPES.items()
+_NAMES: Final[dict[str, str]] = {f"torch.{dtype}": name for name, dtype in _DTYPES.items()}
+_BITS: Final = {
+    **{name: ITEM_SIZES[dtype] * 8 for name, dtype in _DTYPES.items()},
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
 }
+_LENGTH: Final = 8  # bytes of the length of the header
 _ALIGNMENT: Final = 8
 # The key of the metadata, and text with surrogates, which is not Unicode.
 _NO_NAMES: Final = re.compile("__metadata__|.*[\ud800-\udfff].*", re.DOTALL)
@@ -50,7 +57,7 @@ _MOST_HEADER: Final = 100_000_000  # the limit of safetensors
 
 
 class SafetensorsFile:
-    """A safetensors file. Opening reads the header.
+    """A safetensors file. Opening reads the header, without torch; the file stays open.
 
     Args:
         path: File to open.
@@ -63,34 +70,61 @@ class SafetensorsFile:
 
     Raises:
         FileError: If the header is corrupt, or does not fit the size of the file.
-        ImportError: If the package safetensors is not installed.
     """
 
+    unverified = False
+
     def __init__(self, path: Path) -> None:
-        package = library("safetensors")
-        with open_regular(path) as descriptor:
-            length = int.from_bytes(read_some(descriptor, 0, 8), "little")
-            check_json(read_some(descriptor, 8, min(length, _MOST_HEADER)), path, SAFETENSORS)
+        self._path = path
+        self._file = open_kept(self, path)
+        length = int.from_bytes(read_some(self._file, 0, _LENGTH), "little")
+        self._start = _LENGTH + length
+        content = read_some(self._file, _LENGTH, min(length, _MOST_HEADER))
+        check_json(content, path, SAFETENSORS)
+
+        self._places: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
         try:
-            self._file = package.safe_open(path, framework="pt")
-        except package.SafetensorError as error:
-            raise FileError(f"{path} is corrupt: {error}", SAFETENSORS) from error
+            header = json.loads(content)
+            metadata = header.pop("__metadata__", None) or {}
+            if not all(isinstance(value, str) for value in metadata.values()):
+                raise ValueError("its metadata are not strings")
+            end = self._read_entries(header)
+            if self._start + end != os.fstat(self._file).st_size:
+                raise ValueError("its header does not fit the size of the file")
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = str(error) if isinstance(error, ValueError) else repr(error)
+            raise FileError(f"{path} is corrupt: {reason}", SAFETENSORS) from error
+        self.metadata: Mapping[str, str] = metadata
+        self.versions: Mapping[str, Any] = _versions_in(metadata, path)
 
-        self.metadata: Mapping[str, str] = self._file.metadata() or {}
-        self.versions: Mapping[str, Any] = _versions_in(self.metadata, path)
-        names = self._file.keys()
-        slices = {name: self._file.get_slice(name) for name in names}
-        self.shapes: dict[str, torch.Size] = {
-            name: torch.Size(view.get_shape()) for name, view in slices.items()
-        }
-        dtypes = {name: str(view.get_dtype()) for name, view in slices.items()}
-        self.dtypes: dict[str, str] = {
-            name: _DTYPES.get(dtype, dtype) for name, dtype in dtypes.items()
-        }
+    def _read_entries(self, header: Mapping[str, Any]) -> int:
+        """Read where each tensor is; they must follow each other without gaps."""
+        end = 0
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            begin = end
+            shape = entry["shape"]
+            bits = math.prod(shape) * _BITS[entry["dtype"]]
+            end = begin + bits // 8
+            is_shape = all(type(size) is int and size >= 0 for size in shape)
+            if not is_shape or bits % 8 or entry["data_offsets"] != [begin, end]:
+                raise ValueError(f"the tensor {name!r} is not where its header says")
+            self._places[name] = begin
+            self.shapes[name] = tuple(shape)
+            self.dtypes[name] = _DTYPES.get(entry["dtype"], entry["dtype"])
+        return end
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "torch.Tensor":
         """Return one tensor."""
-        return cast("Tensor", self._file.get_tensor(name))
+        from modkit.files.plain_checkpoints import tensor_of
+
+        place = self._start + self._places[name]
+        return tensor_of(self._file, place, self.dtypes[name], self.shapes[name], str(self._path))
+
+    def memory(self, name: str) -> None:
+        """Return None: the format has no tied tensors."""
+        return
 
 
 def check_json(content: bytes, path: Path, kind: str) -> None:
@@ -152,31 +186,16 @@ def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
     return {name: {"version": version} for name, version in versions.items()}
 
 
-def library(name: str) -> Any:
-    """Import a module of the optional package safetensors.
-
-    Args:
-        name: Dotted name of the module.
-
-    Returns:
-        The module.
-
-    Raises:
-        ImportError: If it is not installed, with the command that installs it.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ImportError(
-            "safetensors files need the package safetensors: pip install safetensors"
-        ) from error
-
-
 class Described(NamedTuple):
     """Dtype and shape of a tensor."""
 
-    dtype: torch.dtype
-    shape: torch.Size
+    dtype: "torch.dtype"
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
@@ -195,13 +214,13 @@ def in_file_order(described: Mapping[str, Described]) -> dict[str, Described]:
         if _NO_NAMES.fullmatch(name):
             text = f"{name!r} cannot be the name of a tensor in a safetensors file"
             raise ValueError(shown(text))
-        if dtype not in _NAMES:
+        if str(dtype) not in _NAMES:
             raise ValueError(shown(f"{name} is {dtype}, which safetensors does not support"))
     return dict(sorted(described.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def save_safetensors(
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, "torch.Tensor"],
     path: Path,
     versions: Mapping[Any, Any] = MappingProxyType({}),
 ) -> None:
@@ -226,7 +245,7 @@ def save_safetensors(
 def write_safetensors(
     path: Path,
     described: Mapping[str, Described],
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Iterable[tuple[str, "torch.Tensor"]],
     metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write tensors in host memory, one at a time.
@@ -240,12 +259,12 @@ def write_safetensors(
     # transformers refuses a file that does not name its library.
     header: dict[str, Any] = {"__metadata__": {**metadata, "format": "pt"}}
     end = 0
-    for name, (dtype, shape) in described.items():
+    for name, described_tensor in described.items():
         begin = end
-        end += shape.numel() * dtype.itemsize
+        end += described_tensor.nbytes
         header[name] = {
-            "dtype": _NAMES[dtype],
-            "shape": list(shape),
+            "dtype": _NAMES[str(described_tensor.dtype)],
+            "shape": list(described_tensor.shape),
             "data_offsets": [begin, end],
         }
 

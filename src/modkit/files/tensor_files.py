@@ -1,23 +1,27 @@
-"""The tensors of a checkpoint, one at a time: torch or safetensors files, or shards."""
+"""The tensors of a checkpoint, one at a time: torch or safetensors files, shards, or a folder."""
 
 import argparse
+import difflib
 import json
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from modkit.errors import FileError, printable, shown
-from modkit.files.checkpoints import read_mapped
+from modkit.files import kinds
+from modkit.files.distributed_files import METADATA, DistributedFile
+from modkit.files.inert import Foreign, InertTensor, Named
 from modkit.files.kinds import SHARDED
 from modkit.files.safetensors_files import SafetensorsFile, check_json
-from modkit.files.zip_archive import open_regular, read_some
+from modkit.files.torch_files import TorchFile
+from modkit.files.zip_archive import open_kept, open_regular, read_some
 
+
+if TYPE_CHECKING:
+    import torch
 
 INDEX: Final = ".index.json"
 # The files of transformers, diffusers and peft in a directory; each reads the first that exists.
@@ -33,19 +37,77 @@ _SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
 _MOST_INDEX: Final = 1 << 25  # a hundred times the index of the largest model
 _MOST_EXPANDED: Final = 1 << 30
 MAX_NAME: Final = 1000  # the characters of a name in a listing
-_STATE_DICTS: Final = (Mapping, argparse.Namespace)
-# torch, which has it since 2.8, copies no tensors of this dtype.
-_FLOAT4: Final = getattr(torch, "float4_e2m1fn_x2", None)
+# A hostile file can name one object a billion times. Each listed entry costs its name and 64.
+_BUDGET: Final = 1 << 26
+_DEEPEST: Final = 16
+_MOST_KEYS: Final = 10
+_NO_MEMORY: Final = "a tensor without plain memory (sparse, quantized, nested or float4)"
+
+
+class StateDictFile:
+    """The state dict at a key of a file of torch, which stays open.
+
+    Args:
+        path: The file.
+        key: The key of the state dict; see :class:`Checkpoint`.
+
+    Attributes:
+        content: The content of the file, with tensors by description.
+    """
+
+    metadata: Mapping[str, str] = {}
+
+    def __init__(self, path: Path, key: str | None) -> None:
+        self._file = TorchFile(open_kept(self, path), str(path))
+        self.unverified = not self._file.has_checksums
+        self.content: object = self._file.content.value
+        self.versions, self._tensors = state_dict_at(self.content, path, key)
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """Return a tensor, verified if the file has checksums."""
+        return self._file.tensor(self._tensors[name])
+
+    def memory(self, name: str) -> Hashable:
+        """Return equal values for tied tensors, and None for one that cannot be tied."""
+        tensor = self._tensors[name]
+        if not tensor.numel:
+            return None
+        # The same memory has other values in a lazy view, such as tensor.conj().
+        layout = tensor.shape, tensor.stride, tensor.dtype, tensor.bits
+        return id(self), tensor.storage, tensor.offset, *layout
+
+
+def content_of_file(path: Path) -> object:
+    """Return the content of a file of torch, with tensors by description."""
+    with open_regular(path) as descriptor:
+        return TorchFile(descriptor, str(path)).content.value
+
+
+_Home: TypeAlias = StateDictFile | SafetensorsFile | DistributedFile
+
+
+def _opened(path: Path, key: str | None) -> _Home:
+    """Open a file by its content, whatever its name ends in."""
+    if path.name == METADATA:
+        return DistributedFile(path, key)
+    with open_regular(path) as descriptor:
+        kind = kinds.kind_of(descriptor)
+        if kind not in {kinds.SAFETENSORS, kinds.TORCH_SAVE, kinds.LEGACY}:
+            raise kinds.wrong_kind(descriptor, str(path), "a checkpoint of torch or safetensors")
+    return SafetensorsFile(path) if kind == kinds.SAFETENSORS else StateDictFile(path, key)
 
 
 class Checkpoint:
-    """The tensors of a checkpoint by name.
+    """The tensors of one checkpoint by name, in one or several files.
 
-    Opening reads names and shapes. Tensors of torch files are verified when they are read;
-    safetensors files have no checksums.
+    Opening reads names and shapes. Tensors are read one at a time, and only the last one is kept;
+    those of torch files are verified then. Safetensors files have no checksums.
 
     Args:
-        path: A file, an index of shards, or a directory; see :func:`file_in`.
+        paths: A file, an index of shards, or a directory; see :func:`file_in`. Several of them are
+            the parts of one checkpoint.
         key: The key of the state dict in files of torch, with dots between the keys of nested
             dicts; None for the whole file.
         prefix: Only tensors whose names begin with it.
@@ -56,49 +118,76 @@ class Checkpoint:
         dtypes: The dtype of each tensor, such as ``"float32"``.
         versions: The ``_metadata`` of the state dict.
         metadata: The metadata of safetensors files.
+        unverified: The files of torch without checksums.
+        unlisted: The number of tensors in shards that their index does not name.
 
     Raises:
         FileNotFoundError: If the file or one of its shards is missing.
         FileError: If a file is corrupt, has no state dict at the key, has no tensor with the
             prefix, or lacks a tensor of the index.
-        ImportError: If a safetensors file is read without the package safetensors.
+        ValueError: If two of several paths have a tensor of the same name.
     """
 
-    def __init__(self, path: Path, key: str | None, prefix: str = "") -> None:
-        file = file_in(path)
-        is_index = file.name.endswith(INDEX)
-        shards: Mapping[Path, list[str] | None] = shards_of(file) if is_index else {file: None}
-        self._homes: dict[str, _TorchFile | SafetensorsFile] = {}
-        self.files: list[Path] = list(shards)
-        self.versions: Mapping[str, Any] = {}
-        self.metadata: Mapping[str, str] = {}
-
-        for shard, names in shards.items():
-            # False also for a name that no file can have, where Path.exists() raises.
-            if names and not os.path.exists(shard):  # noqa: PTH110
-                raise FileNotFoundError(shown(f"{shard} is missing; {file} lists {names[0]} in it"))
-            is_safetensors = shard.suffix == ".safetensors"
-            opened = SafetensorsFile(shard) if is_safetensors else _TorchFile(shard, key)
-            if absent := [name for name in names or () if name not in opened.shapes]:
-                raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
-            self._homes |= dict.fromkeys(names or opened.shapes, opened)
-            self.versions = {**self.versions, **opened.versions}
-            self.metadata = {**self.metadata, **opened.metadata}
+    def __init__(self, *paths: Path, key: str | None = None, prefix: str = "") -> None:
+        self._homes: dict[str, _Home] = {}
+        self.files: list[Path] = []
+        self.versions: dict[str, Any] = {}
+        self.metadata: dict[str, str] = {}
+        self.unverified: list[Path] = []
+        self.unlisted: int = 0
+        for path in paths:
+            self._add(file_in(path), path, key)
 
         if not self._homes:
-            raise FileError(f"{path} holds no tensors")
+            raise FileError(f"{paths[0]} holds no tensors")
         first_name = min(self._homes)
         self._homes = {name: home for name, home in self._homes.items() if name.startswith(prefix)}
         if not self._homes:
-            raise FileError(f"{path}: no name begins with {prefix!r}; the first is {first_name!r}")
-        self.shapes: dict[str, torch.Size] = {
+            text = f"no name begins with {prefix!r}; the first is {first_name!r}"
+            raise FileError(f"{paths[0]}: {text}")
+        self.shapes: dict[str, tuple[int, ...]] = {
             name: home.shapes[name] for name, home in self._homes.items()
         }
         self.dtypes: dict[str, str] = {
             name: home.dtypes[name] for name, home in self._homes.items()
         }
 
-    def tensor(self, name: str) -> Tensor:
+    def _add(self, file: Path, path: Path, key: str | None) -> None:
+        is_index = file.name.endswith(INDEX)
+        shards: Mapping[Path, list[str] | None] = shards_of(file) if is_index else {file: None}
+        for shard, names in shards.items():
+            # False also for a name that no file can have, where Path.exists() raises.
+            if names and not os.path.exists(shard):  # noqa: PTH110
+                raise FileNotFoundError(shown(f"{shard} is missing; {file} lists {names[0]} in it"))
+            opened = _opened(shard, key)
+            if absent := [name for name in names or () if name not in opened.shapes]:
+                raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
+
+            added = names or opened.shapes
+            if repeated := [name for name in added if name in self._homes]:
+                raise ValueError(shown(f"{repeated[0]} is in {path} and in a file before it"))
+            self._homes |= dict.fromkeys(added, opened)
+            self.unlisted += len(opened.shapes) - len(added)
+            self.versions |= opened.versions
+            self.metadata |= opened.metadata
+            self.files += opened.files if isinstance(opened, DistributedFile) else [shard]
+            if opened.unverified:
+                self.unverified.append(shard)
+
+    def dtype(self, name: str) -> "torch.dtype":
+        """Return the dtype of a tensor.
+
+        Raises:
+            FileError: If this torch does not have it.
+        """
+        import torch
+
+        dtype = getattr(torch, self.dtypes[name], None)
+        if not isinstance(dtype, torch.dtype):
+            raise FileError(f"{name} is {self.dtypes[name]}, which this torch does not support")
+        return dtype
+
+    def tensor(self, name: str) -> "torch.Tensor":
         """Return one tensor, verified.
 
         Args:
@@ -111,8 +200,7 @@ class Checkpoint:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors, and None for one that cannot be tied."""
-        home = self._homes[name]
-        return home.memory(name) if isinstance(home, _TorchFile) else None
+        return self._homes[name].memory(name)
 
 
 def file_in(path: Path) -> Path:
@@ -120,7 +208,7 @@ def file_in(path: Path) -> Path:
 
     Args:
         path: A file, or a directory: there, it is the file that transformers, diffusers or peft
-            reads, or the only one.
+            reads, the metadata of a distributed checkpoint, or the only one.
 
     Raises:
         FileNotFoundError: If a directory has no checkpoint.
@@ -128,6 +216,8 @@ def file_in(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
+    if (path / METADATA).is_file():
+        return path / METADATA
 
     by_library = [
         [path / name for name in names if (path / name).exists()] for names in _IN_DIRECTORIES
@@ -143,28 +233,6 @@ def file_in(path: Path) -> Path:
         names = ", ".join(file.name for file in candidates)
         raise FileError(f"{path} has {len(candidates)} checkpoints, name one of them: {names}")
     return candidates[0]
-
-
-class _TorchFile:
-    metadata: Mapping[str, str] = MappingProxyType({})
-
-    def __init__(self, path: Path, key: str | None) -> None:
-        content, self._checksums = read_mapped(path)
-        self.versions, self._tensors = state_dict_at(content, path, key)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.dtypes = {name: str(tensor.dtype)[6:] for name, tensor in self._tensors.items()}
-
-    def tensor(self, name: str) -> Tensor:
-        self._checksums.check(name, self._tensors[name])
-        return self._tensors[name]
-
-    def memory(self, name: str) -> Hashable:
-        tensor = self._tensors[name]
-        if not tensor.numel():
-            return None
-        layout = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-        # The same memory has other values in a lazy view, such as tensor.conj().
-        return id(self), *layout, tensor.is_conj(), tensor.is_neg()
 
 
 def shards_of(index: Path) -> dict[Path, list[str]]:
@@ -191,6 +259,61 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
     return shards
 
 
+@dataclass
+class Listing:
+    """What is in a file, by the keys that lead there, up to a budget.
+
+    Attributes:
+        tensors: The tensors by name; keys of nested dicts are joined by dots.
+        entries: Other entries, with a shortened ``repr``.
+        groups: The names directly under each key, ``""`` for the whole file.
+        is_cut: Whether the file has more entries than the budget.
+    """
+
+    tensors: dict[str, InertTensor] = field(default_factory=dict[str, InertTensor])
+    entries: dict[str, str] = field(default_factory=dict[str, str])
+    groups: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    is_cut: bool = False
+
+    def keys(self) -> list[str]:
+        """Return the keys below which there are tensors only."""
+        return [
+            key
+            for key, names in self.groups.items()
+            if names and all((f"{key}.{name}" if key else name) in self.tensors for name in names)
+        ]
+
+
+def listing_of(content: object) -> Listing:
+    """Return what nested mappings and lists hold."""
+    listing = Listing()
+    left = _BUDGET
+
+    def walk(entry: object, key: str, depth: int) -> None:
+        nonlocal left
+        if isinstance(entry, InertTensor):
+            listing.tensors[key] = entry
+            return
+        items = None if depth > _DEEPEST else named_entries(entry)
+        if items is None:
+            listing.entries[key] = short_repr(entry)
+            return
+
+        names: list[str] = []
+        listing.groups[key] = ()
+        for name, value in items:
+            left -= 64 + len(key) + len(name)
+            if left < 0:
+                break
+            names.append(name)
+            walk(value, f"{key}.{name}" if key else name, depth + 1)
+        listing.groups[key] = tuple(names)
+
+    walk(content, "", 0)
+    listing.is_cut = left < 0
+    return listing
+
+
 def named_entries(entry: object) -> Iterable[tuple[str, object]] | None:
     """Return the entries of a container, each with its part of the key that `inspect` shows.
 
@@ -198,19 +321,20 @@ def named_entries(entry: object) -> Iterable[tuple[str, object]] | None:
         entry: An object of a file.
 
     Returns:
-        The entries of a mapping, a namespace, or a list that begins with tensors or mappings; None
-        for another object.
+        The entries of a mapping, of a namespace or another object, or of a list that begins with
+        tensors or mappings; None for another object.
     """
     if isinstance(entry, argparse.Namespace):
         entry = vars(entry)
-    if isinstance(entry, Mapping):
-        entries = cast("Mapping[object, object]", entry)
+    if isinstance(entry, Foreign):
+        entry = entry.entries() or None
+    if isinstance(entry, dict):
         # An attribute from the file may hide the method.
-        pairs = dict.items(entry) if isinstance(entry, dict) else entries.items()
+        pairs = dict.items(cast("dict[object, object]", entry))
         return ((n[:MAX_NAME] if isinstance(n, str) else short_repr(n), v) for n, v in pairs)
     if isinstance(entry, (list, tuple)):
         values = cast("Sequence[object]", entry)
-        if any(isinstance(value, (Tensor, Mapping)) for value in islice(values, 100)):
+        if any(isinstance(value, (InertTensor, dict, Foreign)) for value in islice(values, 100)):
             return ((str(index), value) for index, value in enumerate(values))
     return None
 
@@ -229,12 +353,13 @@ def short_repr(value: object, *, nested: bool = False) -> str:
             items.append("...")
         joined = ", ".join(items)
         return f"[{joined}]" if isinstance(value, list) else f"({joined})"
-    if isinstance(value, (str, bytes)):
+    if isinstance(value, (str, bytes)) and not isinstance(value, Named):
         return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
     small = isinstance(value, int) and value.bit_length() <= 256
-    if small or value is None or isinstance(value, (float, complex, torch.dtype, torch.device)):
-        return repr(value)
-    return type(value).__name__
+    if small or value is None or isinstance(value, (float, complex, Named)):
+        return printable(repr(value))
+    name = getattr(value, "name", "") if isinstance(value, (Foreign, type)) else ""
+    return printable(str(name)[:MAX_NAME]) if name else type(value).__name__
 
 
 def _entry_at(content: object, key: str) -> object:
@@ -261,8 +386,8 @@ def _entry_at(content: object, key: str) -> object:
 
 
 def state_dict_at(
-    content: Any, path: Path, key: str | None
-) -> tuple[Mapping[str, Any], dict[str, Tensor]]:
+    content: object, path: Path, key: str | None
+) -> tuple[Mapping[str, Any], dict[str, InertTensor]]:
     """Return the versions of modules and the tensors at a key of a file's content.
 
     Args:
@@ -273,50 +398,56 @@ def state_dict_at(
 
     Raises:
         FileError: If there is no state dict at the key, or an entry is not a tensor with plain
-            memory.
+            memory. It names the keys that lead to tensors.
     """
     try:
         state_dict = _entry_at(content, key) if key else content
     except LookupError as error:
-        raise FileError(f"{path} has no {error.args[0]!r} on the way to the key {key!r}") from None
+        keys = listing_of(content).keys()
+        near = difflib.get_close_matches(str(key), keys, _MOST_KEYS) or keys
+        text = f"{path} has no {error.args[0]!r} on the way to the key {key!r}"
+        raise FileError(text + _advice(near)) from None
+
+    versions = vars(state_dict).get("_metadata") if hasattr(state_dict, "__dict__") else None
     if isinstance(state_dict, argparse.Namespace):
         state_dict = vars(state_dict)
-    if not isinstance(state_dict, Mapping):
-        raise FileError(f"{path} holds {type(state_dict).__name__}, not a state dict")
+    if isinstance(state_dict, Foreign):
+        state_dict = state_dict.entries()
+    if not isinstance(state_dict, dict):
+        raise FileError(f"{path} holds {short_repr(state_dict)}, not a state dict")
 
-    # Attributes from the file may hide methods of dicts and tensors.
-    items = dict.items(state_dict) if isinstance(state_dict, dict) else state_dict.items()
-    entries = dict(items)
-    for name, value in entries.items():
+    # Attributes from the file may hide methods of dicts.
+    tensors = dict(dict.items(state_dict))
+    for name, value in tensors.items():
         if problem := _problem_of(name, value):
             above = f"{key}." if key else ""
-            inner = named_entries(state_dict) or ()
-            keys = [above + name for name, value in inner if isinstance(value, _STATE_DICTS)]
-            advice = f"; choose a key: {', '.join(keys)}" if keys else ""
-            raise FileError(f"{path}: {name!r} is {problem}{advice}")
+            keys = [above + inner for inner in listing_of(state_dict).keys() if inner]
+            raise FileError(f"{path}: {name!r} is {problem}" + _advice(keys))
+    return versions if isinstance(versions, dict) else {}, tensors
 
-    versions = getattr(state_dict, "_metadata", {})
-    tensors = {name: Tensor.detach(value) for name, value in entries.items()}
-    return versions if isinstance(versions, Mapping) else {}, tensors
+
+def _advice(keys: Sequence[str]) -> str:
+    """Return the end of an error: the keys to choose from."""
+    if not keys:
+        return "; no key leads to tensors only"
+    more = ", ..." if len(keys) > _MOST_KEYS else ""
+    return f"; choose a key: {', '.join(keys[:_MOST_KEYS])}{more}"
 
 
 def _problem_of(name: object, value: object) -> str | None:
     """Return why an entry cannot be averaged, or None."""
-    if not isinstance(value, Tensor):
-        return f"not a tensor but {type(value).__name__}"
+    if not isinstance(value, InertTensor):
+        return f"not a tensor but {short_repr(value) if isinstance(value, Foreign) else type(value).__name__}"
     if not isinstance(name, str):
         return "not the name of a tensor"
-
-    is_plain = value.layout == torch.strided and value.dtype is not _FLOAT4
-    if not is_plain or value.is_quantized or value.is_nested:
-        return "a tensor without plain memory (sparse, quantized, nested or float4)"
-    if min(value.shape, default=0) < 0:
-        return "a tensor with a negative dimension"
-    if value.is_meta:
+    if value.problem == "meta":
         return "a tensor without values, on the device meta"
-
+    if value.problem == "wrapped":
+        return "a tensor of a class that wraps others, such as a sharded one"
+    if value.problem or value.dtype == "float4_e2m1fn_x2":
+        return _NO_MEMORY
     # An expanded tensor has more elements than the file.
-    size = Tensor.numel(value) * value.dtype.itemsize
-    if size > max(Tensor.untyped_storage(value).nbytes(), _MOST_EXPANDED):
+    assert value.storage is not None
+    if value.nbytes > max(value.storage.nbytes, _MOST_EXPANDED):
         return "a tensor that is far larger than its storage"
     return None

@@ -11,19 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, cast
 
-import torch
-
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
-from modkit.files.torchscript_files import Parts, VerifiedArchive
+from modkit.files.torchscript_files import VerifiedArchive
 from modkit.jit._from_torch import make_parameters
 from modkit.jit._upstream import (
     CompilationUnit,
     import_module,
     import_module_from_buffer,
-    import_module_from_package,
-    package_reader,
-    storage_context,
 )
 
 
@@ -124,38 +119,17 @@ def read(
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
 
-    source, present, parts = archive
+    source = archive.source
     # C++ fills the values in.
     contents: dict[str, Any] = dict.fromkeys((*files, RECORD), "")
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
     try:
-        if parts is not None:
-            extra = {
-                name: parts.read(f"extra/{name}") if name in (present or ()) else b""
-                for name in contents
-            }
-            return _of_parts(parts, map_location), extra
         cpp = load(CompilationUnit(), source, map_location, contents, restore_shapes)
     except UnicodeDecodeError as error:
         # The message of C++ contains bytes of the file.
         message = bytes(error.object).decode("utf-8", "replace")
         raise RuntimeError(shown(f"torch cannot load the archive: {message}")) from error
     return cpp, contents
-
-
-def _of_parts(parts: Parts, map_location: Any) -> Any:
-    """Return the C++ module of content that has been read, with the tensors in their memory.
-
-    Torch reads a ``torch.package`` with storages that are there already; from an archive, it would
-    read all tensors a second time.
-    """
-    context = storage_context()
-    for key, storage in parts.storages.items():
-        # Not on the device that `torch.set_default_device()` names.
-        memory = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        context.add_storage(key, memory.set_(storage))
-    reader = package_reader(parts.package)
-    return import_module_from_package(CompilationUnit(), reader, context, map_location, "0")
 
 
 def finish(module: Any, note: bytes | str) -> Any:

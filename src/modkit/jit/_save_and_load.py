@@ -102,9 +102,7 @@ def load(
         raise TypeError(f"jit.load(): _extra_files must be a dict of names, got {kind}")
     names = tuple(_extra_files or ())
 
-    # Torch's reader of archives restores shapes, and refuses names that are not strings.
-    in_parts = not _restore_shapes and all(type(name) is str for name in names)
-    with verified_archive(f, sha256, in_parts=in_parts) as archive:
+    with verified_archive(f, sha256) as archive:
         if archive.extra_files is not None:
             _check_extra_files(names, archive.extra_files, strict=strict_extra_files)
         cpp, files = _archives.read(archive, device, names, _restore_shapes)

@@ -5,28 +5,22 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from modkit.errors import FileError, MigrationError
+from modkit.errors import MigrationError
 from modkit.files.atomic_write import atomic_write
 from modkit.files.safetensors_files import (
     Described,
     in_file_order,
-    library,
     versions_as_metadata,
     write_safetensors,
 )
 from modkit.files.tensor_files import Checkpoint
 from modkit.migrations.state_dicts import Versions, migrate_with_record, plan, with_metadata
 from modkit.migrations.steps import Change, Lazy
-
-
-# Files are mapped: the pages that were read count as memory of the process until the mapping is
-# closed.
-_MOST_MAPPED: Final = 32 << 20
 
 
 def migrate_file(
@@ -62,9 +56,8 @@ def migrate_file(
             there.
         MigrationError: As ``migrate``, or if a function returns another shape or dtype than on meta
             tensors.
-        FileError: If the source is not an intact state dict, or is replaced while it is read.
+        FileError: If the source is not an intact state dict.
         OSError: If a file cannot be read or written.
-        ImportError: If the package safetensors is not installed.
 
     Example:
         >>> import modkit, torch
@@ -83,22 +76,21 @@ def migrate_file(
         raise ValueError(
             f"migrate_file: target must end in .safetensors, got {os.fspath(target)!r}"
         )
-    library("safetensors")
-    file = _File(Path(source), key)
+    file = Checkpoint(Path(source), key=key)
     record: list[Change] = []
-    result = migrate_with_record(model, file.state_dict(), record, to=to, versions=versions)
+    result = migrate_with_record(model, _state_dict(file), record, to=to, versions=versions)
     lines = [str(change) for change in record]
 
     values = {name: _as_lazy(name, value) for name, value in result.items()}
     described = in_file_order(
-        {name: Described(lazy.meta.dtype, lazy.meta.shape) for name, lazy in values.items()}
+        {name: Described(lazy.meta.dtype, tuple(lazy.meta.shape)) for name, lazy in values.items()}
     )
     metadata = versions_as_metadata(result._metadata)  # type: ignore[attr-defined]
     # The tensors are freed as they are written.
     result.clear()
     record.clear()
     with atomic_write(target) as unfinished:
-        write_safetensors(unfinished, described, _read_all(values, described, file), metadata)
+        write_safetensors(unfinished, described, _read_all(values, described), metadata)
     return lines
 
 
@@ -111,58 +103,19 @@ def plan_file(
     versions: Versions | None = None,
 ) -> list[str]:
     """Return what ``migrate_file`` would do, one line for each change; no tensor is read."""
-    entries = _File(Path(source), key).state_dict()
+    entries = _state_dict(Checkpoint(Path(source), key=key))
     return plan(model, entries, to=to, versions=versions)
 
 
-class _File:
-    """The tensors of a file, which is reopened to release the pages that were read."""
-
-    def __init__(self, path: Path, key: str | None) -> None:
-        self._path = path
-        self._key = key
-        self._opened: Checkpoint | None = Checkpoint(path, key)
-        self._files = self._opened.files
-        self._identity = self._identify()
-        self._mapped = 0
-
-    def state_dict(self) -> "OrderedDict[str, Any]":
-        """Return the tensors, which are read on demand."""
-        opened = self._open()
-        entries: dict[str, Any] = {}
-        for name, shape in opened.shapes.items():
-            dtype = getattr(torch, opened.dtypes[name], None)
-            if not isinstance(dtype, torch.dtype):
-                raise FileError(
-                    f"{self._path}: {name} has dtype {opened.dtypes[name]}, which this torch does "
-                    "not have"
-                )
-            meta = torch.empty(shape, dtype=dtype, device="meta")
-            entries[name] = Lazy(meta, partial(self._tensor, name))
-        return with_metadata(entries, opened.versions or None)
-
-    def release(self) -> None:
-        """Close the file if much of it was read; call it when none of its tensors is in use."""
-        if self._mapped > _MOST_MAPPED:
-            self._opened = None
-            self._mapped = 0
-
-    def _tensor(self, name: str) -> Tensor:
-        tensor = self._open().tensor(name)
-        self._mapped += tensor.nbytes
-        return tensor
-
-    def _open(self) -> Checkpoint:
-        if self._opened is None:
-            # Each mapping shows one file; two of them could be different ones.
-            if self._identify() != self._identity:
-                raise FileError(f"{self._path} was replaced while it was read")
-            self._opened = Checkpoint(self._path, self._key)
-        return self._opened
-
-    def _identify(self) -> list[tuple[int, int, int]]:
-        stats = (file.stat() for file in self._files)
-        return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+def _state_dict(file: Checkpoint) -> "OrderedDict[str, Any]":
+    """Return the tensors of a file, which are read on demand."""
+    entries: dict[str, Any] = {
+        name: Lazy(
+            torch.empty(shape, dtype=file.dtype(name), device="meta"), partial(file.tensor, name)
+        )
+        for name, shape in file.shapes.items()
+    }
+    return with_metadata(entries, file.versions or None)
 
 
 def _as_lazy(name: str, value: Any) -> Lazy:
@@ -177,15 +130,14 @@ def _as_lazy(name: str, value: Any) -> Lazy:
 
 
 def _read_all(
-    values: dict[str, Lazy], described: Mapping[str, Described], file: _File
+    values: dict[str, Lazy], described: Mapping[str, Described]
 ) -> Iterator[tuple[str, Tensor]]:
     for name, expected in described.items():
         tensor = values.pop(name).read()
-        if (tensor.dtype, tensor.shape) != expected:
+        if (tensor.dtype, tuple(tensor.shape)) != tuple(expected):
             raise MigrationError(
                 f"{name}: the step returned {tensor.dtype} {list(tensor.shape)}, but "
                 f"{expected.dtype} {list(expected.shape)} on meta tensors"
             )
         yield name, tensor
         del tensor
-        file.release()

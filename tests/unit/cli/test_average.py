@@ -1,7 +1,6 @@
 import functools
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -124,7 +123,7 @@ def test_the_versions_of_modules_are_kept(tmp_path: Path, output: str, prefix: s
     expected = {path: entry["version"] for path, entry in source.state_dict()._metadata.items()}
 
     assert (found.exit_code, found.stderr) == (0, "")
-    versions = Checkpoint(tmp_path / output, None).versions
+    versions = Checkpoint(tmp_path / output).versions
     assert {path: entry.get("version") for path, entry in versions.items()} == expected
 
 
@@ -313,17 +312,14 @@ def no_work(*_: object, **__: object) -> None:
     raise AssertionError("the work has begun")
 
 
-@for_each("why", ["safetensors", "missing folder", "read-only", "exists", "directory"])
+@for_each("why", ["missing folder", "read-only", "exists", "directory"])
 def test_an_impossible_output_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     """An output that cannot be written is an error before any file is read."""
     paths = saved_as(tmp_path, "torch", states())
     out = tmp_path / "out.pt"
-    if why == "safetensors":
-        out = tmp_path / "out.safetensors"
-        monkeypatch.setitem(sys.modules, "safetensors", None)
-    elif why == "missing folder":
+    if why == "missing folder":
         out = tmp_path / "missing" / "out.pt"
     elif why == "read-only":
         monkeypatch.setattr(os, "access", lambda _, mode, **__: mode != os.W_OK)
@@ -334,7 +330,6 @@ def test_an_impossible_output_is_refused_before_any_work(
     monkeypatch.setattr(command, "average_checkpoints", no_work)
     done = run(*paths, "-o", out)
     message = {
-        "safetensors": "need the package safetensors",
         "missing folder": "there is no directory",
         "read-only": "is not writable",
         "exists": "--overwrite replaces it",

@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,19 +75,6 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
         entry.main()
 
     assert ended.value.code == f"Error: the command line needs click. {install_extra('cli')}"
-
-
-@for_each("line", ["average {0} -o {0}.out", "average {0} --dry-run", "inspect {0}"])
-def test_a_missing_safetensors_is_named_before_any_work(tmp_path, monkeypatch, line: str) -> None:
-    """Without safetensors, the error comes before anything is read."""
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(b"\x08\0\0\0\0\0\0\0{}      ")
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    monkeypatch.setattr("hashlib.sha256", None)
-    found = invoke(*line.format(path).split())
-
-    assert found.exit_code == 1
-    assert found.stderr.endswith("need the package safetensors: pip install safetensors\n")
 
 
 @for_each("width", [80, 40])

@@ -87,7 +87,7 @@ def test_each_format_becomes_each_other(tmp_path: Path, old: str, new: str) -> N
     assert_same(read(tmp_path / f"new.{new}"), state())
     verify(tmp_path / f"new.{new}")
     if new != "safetensors":
-        assert list(read(tmp_path / f"new.{new}")) == list(Checkpoint(source, None).shapes)
+        assert list(read(tmp_path / f"new.{new}")) == list(Checkpoint(source).shapes)
 
 
 @both_formats
@@ -287,7 +287,7 @@ def test_entries_that_are_not_versions_are_left_out(tmp_path: Path) -> None:
 
     assert run(tmp_path / "a.pt", "-o", tmp_path / "b.safetensors").exit_code == 0
     versions = {"": {"version": 3}, "c": {"version": None}}
-    assert Checkpoint(tmp_path / "b.safetensors", None).versions == versions
+    assert Checkpoint(tmp_path / "b.safetensors").versions == versions
 
 
 def test_a_corrupt_source_is_refused(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_corrupt_source_is_refused(tmp_path: Path) -> None:
     source.write_bytes(content.replace(weight, bytes(len(weight))))
     found = run(source, "-o", tmp_path / "b.safetensors")
 
-    assert (found.exit_code, "'z.weight' does not match its checksum" in found.stderr) == (1, True)
+    assert (found.exit_code, "does not match its checksum" in found.stderr) == (1, True)
     assert listing(tmp_path) == ["a.pt"]
 
 
@@ -513,7 +513,7 @@ def test_the_memory_of_a_conversion(tmp_path: Path, old: str, new: str, size: st
         ("a.pt -o b.pt --max-shard-size 0", 2, "'0' is not a size"),
         ("a.pt -o b.pt --dtype int8", 2, "Invalid value for '--dtype'"),
         ("a.pt -o b.pt --key model", 1, "model"),
-        ("a.pt a.pt -o b.pt", 1, "z.weight is in a.pt and in a SRC before it"),
+        ("a.pt a.pt -o b.pt", 1, "z.weight is in a.pt and in a file before it"),
         ("page.pt -o b.pt", 1, "is a text file"),
         ("script.pt -o b.pt", 1, "is a TorchScript archive"),
     ],

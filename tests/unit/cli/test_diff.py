@@ -295,7 +295,7 @@ def test_a_flipped_bit(tmp_path: Path) -> None:
         done = run(*(tmp_path / name for name in names), "--values")
 
         assert (done.exit_code, done.stdout) == (2, "")
-        assert "the content of 'w' does not match its checksum" in done.stderr
+        assert "the content of 'a/data/0' does not match its checksum" in done.stderr
 
 
 def test_a_dtype_whose_values_are_unknown(tmp_path: Path) -> None:

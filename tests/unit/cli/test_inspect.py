@@ -102,7 +102,7 @@ def test_keys_of_a_file_that_contains_itself(tmp_path: Path) -> None:
     key = "a." * 100 + "b"
 
     with pytest.raises(FileError, match="has no 'b' on the way"):
-        Checkpoint(tmp_path / "loop.pt", key)
+        Checkpoint(tmp_path / "loop.pt", key=key)
 
 
 def test_a_model_inside_ddp_is_not_an_average(tmp_path: Path) -> None:

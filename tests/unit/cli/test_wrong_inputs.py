@@ -61,7 +61,8 @@ FILES: dict[str, Callable[[Path], object]] = {
     "leaves.py": lambda path: path.write_text("import sys\nsys.exit(0)\n"),
 }
 GOOD = {"net", "y.safetensors", "m\x1b[31m\n", "broken.py", "leaves.py"}
-READ = [name for name in FILES if name not in GOOD]
+# Those from before torch 1.6 are read, too, and so are not wrong.
+READ = [name for name in FILES if name not in GOOD | {"legacy"}]
 # Every file as the second of two checkpoints.
 AVERAGE = [f"average net|{name}|-o|out.pt" for name in READ]
 # Every file as the second of two that are compared, and as both; the others are only different.
@@ -85,7 +86,7 @@ OPTIONS = [
     *("average", "average net", "average missing|-o|out.pt", "average net|-o|folder"),
     *("average net|-o|no/such/out.pt", "average net|-o|net|--overwrite", "average net|-o|empty"),
     *("average net|-o|out.pt|--weights|1,x", "average net|-o|out.pt|--weights|1,2"),
-    *("average net|-o|out.pt|--weights|nan", "average net|-o|out.pt|--weights|-1"),
+    *("average net|-o|out.pt|--weights|nan", "average net|net|-o|out.pt|--weights|1,-1"),
     *("average net|-o|out.pt|--weights|0", "average net|-o|out.pt|--step|3"),
     *("average net|-o|out.pt|--dtype|int8", "average net|-o|out.pt|--prefix|net."),
     *("average net|-o|out.pt|--key|model", "average nested|-o|out.pt|--key|model.w"),
@@ -106,7 +107,7 @@ OTHERS = [
 # 2 for a wrong command line; `diff` has it for wrong files, too, since its 1 says that two differ.
 WRONG_USE = [
     *("average net|-o|out.pt|--weights|1,2", "average net|-o|out.pt|--weights|nan"),
-    *("average net|-o|out.pt|--weights|-1", "average net|-o|out.pt|--weights|0"),
+    *("average net|net|-o|out.pt|--weights|1,-1", "average net|-o|out.pt|--weights|0"),
     *("average net|-o|-", "inspect net|--sha256|zz", "inspect net|net|--sha256|" + "0" * 64),
     *("inspect missing", "verify", "verify missing", "convert net|-o|-"),
     *(line for line in [*DIFF, *OPTIONS] if line.startswith("diff")),
@@ -124,7 +125,6 @@ TEXTS = {
     "average folder|-o|out.pt|--ema-sigma|0.1": "no snapshots of averages in folder\n",
     "average net|html|-o|out.pt": "html is a text file",
     "average net|script|-o|out.pt": "script is a TorchScript archive",
-    "average legacy|-o|out.pt": "(before torch 1.6), not a torch.save file with checksums:",
     "average net|-o|-": "standard output is not supported; give the name of a file, or ./-",
     "inspect html": "html: text file, not a model",
     "inspect bytes": "bytes: unknown file, not a model",

@@ -10,7 +10,8 @@ from torch import nn
 from modkit import average_checkpoints
 from modkit.averaging import checkpoints
 from modkit.errors import FileError
-from modkit.files.checkpoints import checksums_on, read_mapped
+from modkit.files import zip_archive
+from modkit.files.checkpoints import checksums_on
 from tests.cases import for_each
 
 
@@ -28,14 +29,13 @@ def tied(value: float) -> dict[str, torch.Tensor]:
     return {"embed": weight, "part": weight[1:3], "head": weight}
 
 
-def test_a_class_that_would_run_is_named(tmp_path) -> None:
-    """The error names the class in the file, and does not advise unsafe loading."""
+def test_foreign_classes_do_not_hide_the_tensors(tmp_path) -> None:
+    """The tensors at a key are read, whatever else is in the file; an entry beside them is named."""
     paths = saved(tmp_path, [{"model": {"w": torch.ones(1)}, "options": Path("x")}])
 
-    with pytest.raises(
-        ValueError, match=r"0\.pt cannot be read as a checkpoint: it needs pathlib\."
-    ):
-        average_checkpoints(paths, key="model")
+    assert average_checkpoints(paths, key="model") == {"w": torch.ones(1)}
+    with pytest.raises(FileError, match=r"0\.pt: 'model' is not a tensor.*choose a key: model$"):
+        average_checkpoints(paths)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,9 @@ def test_a_cut_off_file_is_refused(tmp_path, length: int) -> None:
     save_file({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4)}, path)
     path.write_bytes(path.read_bytes()[:length])
 
-    with pytest.raises(FileError, match=r"x\.safetensors is corrupt: "):
+    # The content decides: so short a file may be anything.
+    reason = "is corrupt: " if length < 0 or length > 8 else "is an (empty|unknown) file"
+    with pytest.raises(FileError, match=rf"x\.safetensors {reason}"):
         average_checkpoints([path])
 
 
@@ -166,16 +168,14 @@ def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
     assert (inner, outer, after) == (True, True, False)
 
 
-def test_a_shared_storage_is_verified_once(tmp_path, monkeypatch) -> None:
-    """Each storage is compared with the checksums when its first tensor is used, and not again."""
+def test_a_shared_storage_is_read_once(tmp_path, monkeypatch) -> None:
+    """Tensors in one storage are read together, and verified."""
     (path,) = saved(tmp_path, [tied(1.0)])
-    content, checksums = read_mapped(path)
+    checkpoint = checkpoints.Checkpoint(path)
     calls = []
     crc32 = zlib.crc32
-    monkeypatch.setattr(
-        "modkit.files.checkpoints.crc32", lambda data: calls.append(1) or crc32(data)
-    )
-    for name, tensor in content.items():
-        checksums.check(name, tensor)
+    monkeypatch.setattr(zip_archive, "crc32", lambda *data: calls.append(1) or crc32(*data))
+    for name in checkpoint.shapes:
+        checkpoint.tensor(name)
 
     assert len(calls) == 1

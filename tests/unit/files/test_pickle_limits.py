@@ -8,7 +8,7 @@ import torch
 import modkit
 from modkit.files import pickle_limits
 from modkit.files.pickle_limits import memory_bound, most_memory, pickle_problem
-from modkit.files.plain_unpickler import is_for_plain_unpickler
+from modkit.files.plain_checkpoints import plain_content
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.amplification import cost
@@ -36,8 +36,8 @@ NESTED = {
 def test_the_deepest_pickle(kind, script):
     """1,000 levels are accepted, one more is refused."""
     pickles = [b"\x80\x02" + NESTED[kind](depth) + b"." for depth in (DEEPEST, DEEPEST + 1)]
-    assert pickle_problem(pickles[0], {}, script=script) == ""
-    problem = pickle_problem(pickles[1], {}, script=script)
+    assert pickle_problem(pickles[0], {}, reader="script" if script else "torch") == ""
+    problem = pickle_problem(pickles[1], {}, reader="script" if script else "torch")
 
     assert problem == "it nests deeper than 1,000 levels"
 
@@ -50,12 +50,12 @@ def test_the_deepest_pickle(kind, script):
         (b"t" * 2000, "its instructions do not fit together"),
         (b"\x85", "its instructions do not fit together"),
         (b"h\x07a" * 2000, "its instructions do not fit together"),
-        (b"I1\n", "it has the instruction INT, which torch never writes"),
+        (b"I1\n", "it has the instruction INT, which is not read here"),
     ],
 )
 def test_what_torchs_reader_in_cpp_does_not_follow(pickled, problem):
     """These are refused in a TorchScript archive."""
-    assert pickle_problem(b"\x80\x02" + pickled + b".", {}, script=True) == problem
+    assert pickle_problem(b"\x80\x02" + pickled + b".", {}, reader="script") == problem
 
 
 @for_each("identifier", [b"N", b"K\5", b")", b"NN\x86"])
@@ -127,7 +127,7 @@ def test_the_memory_of_containers(case, script, monkeypatch):
     pickled = b"\x80\x02(" + one * 50 + b"0."
     free = 50 * memory - pickle_limits._MEMORY_PER_BYTE * len(pickled)
     monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free)
-    assert pickle_problem(pickled, {}, script=False) == ""
+    assert pickle_problem(pickled, {}, reader="torch") == ""
     assert memory_bound(pickled) >= 50 * memory == most_memory(len(pickled), 0)
 
     monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free - 1)
@@ -194,10 +194,10 @@ def test_a_quick_count_leaves_the_pickle_to_torch(tmp_path, monkeypatch):
     """Brackets in a text are counted as lists: the file is then followed, and read by torch."""
     path = tmp_path / "last.pt"
     path.write_bytes(saved({"text": "]" * 1000, "weight": torch.ones(2)}))
-    assert is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    assert plain_content(Archive(path.read_bytes(), "x"))
     monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", 1 << 10)
 
-    assert not is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    assert not plain_content(Archive(path.read_bytes(), "x"))
     assert modkit.load_checkpoint(path)["text"] == "]" * 1000
 
 

@@ -112,7 +112,7 @@ def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
     def refuse(*args):
         return b"bad name \xc0".decode()
 
-    monkeypatch.setattr(_archives, "import_module_from_package", refuse)
+    monkeypatch.setattr(_archives, "import_module_from_buffer", refuse)
 
     with pytest.raises(RuntimeError, match="torch cannot load the archive: bad name \ufffd"):
         jit.load(io.BytesIO(archive()))

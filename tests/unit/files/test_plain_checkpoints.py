@@ -6,11 +6,8 @@ import torch
 
 import modkit
 from modkit.errors import FileError
-from modkit.files.plain_unpickler import (
-    _has_known_instructions,
-    is_for_plain_unpickler,
-    is_plain,
-)
+from modkit.files.plain_checkpoints import plain_content
+from modkit.files.plain_pickles import _has_known_instructions, is_plain_pickle
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.hostile import (
@@ -132,7 +129,7 @@ def test_the_frame_of_a_pickle(content):
 def test_hostile_tensors_are_for_this_unpickler():
     """The pickles of these tests are as plain as those of torch.save."""
     for data in (checkpoint(), with_object(tensor()), with_object(tensor(offset=numbers(1)))):
-        assert is_for_plain_unpickler(Archive(data, "x"))
+        assert is_plain_pickle(Archive(data, "x").text("data.pkl"), 5)
 
 
 # Offset, size and stride of tensors whose last element is the last one of a storage of four.
@@ -185,7 +182,7 @@ def test_tensors_one_element_beyond_their_storage(case, tmp_path):
         with pytest.raises(FileError) as caught:
             modkit.load_checkpoint(path, **options)
         # Dimensions of 2 ** 40 are left to torch, which has words of its own.
-        plain = is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+        plain = is_plain_pickle(Archive(path.read_bytes(), "x").text("data.pkl"), 9)
         text_of_modkit = "a tensor extends beyond the end of its storage"
         assert (text_of_modkit in str(caught.value)) == plain
         assert plain or case == "one dimension of one"
@@ -220,7 +217,7 @@ def test_versions_of_the_container(version, plain):
     names = {member.name.partition(b"/")[2].decode() for member in unpacked(data)}
     changes = {name: version.encode() for name in names & {"version", ".data/version"}}
 
-    assert is_for_plain_unpickler(Archive(replaced(data, changes), "x")) == plain
+    assert (plain_content(Archive(replaced(data, changes), "x")) is not None) == plain
 
 
 @for_each("order", [None, "little", "big"])
@@ -229,17 +226,7 @@ def test_byte_orders(order):
     data = replaced(checkpoint(), {"byteorder": order and order.encode()})
     is_of_this_machine = (order or "little") == sys.byteorder
 
-    assert is_for_plain_unpickler(Archive(data, "x")) == is_of_this_machine
-
-
-@for_each(("depth", "plain"), [(100, True), (101, False)])
-def test_the_depth_of_a_state_dict(depth, plain):
-    """Up to 100 containers within containers."""
-    content = []
-    for _ in range(depth - 2):
-        content = [content]
-
-    assert is_plain([content], set()) == plain
+    assert (plain_content(Archive(data, "x")) is not None) == is_of_this_machine
 
 
 def test_a_memo_of_a_hostile_place(tmp_path):
@@ -248,5 +235,5 @@ def test_a_memo_of_a_hostile_place(tmp_path):
     data = state(tensor() + place((1 << 21) - 1))
     path.write_bytes(replaced(checkpoint(), {"data.pkl": data}))
 
-    assert is_for_plain_unpickler(Archive(path.read_bytes(), "x"))
+    assert plain_content(Archive(path.read_bytes(), "x")) is not None
     assert torch.equal(modkit.load_checkpoint(path)["w"], torch.arange(4.0))

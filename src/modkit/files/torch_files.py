@@ -1,0 +1,137 @@
+"""Files of ``torch.save``: their content without classes, and their tensors one at a time.
+
+Those from before torch 1.6 are several pickles, then the storages; they have no checksums.
+"""
+
+import os
+import pickletools
+import sys
+from typing import TYPE_CHECKING, Final
+
+from modkit.errors import FileError
+from modkit.files import kinds
+from modkit.files.inert import Content, InertTensor, Stored, read_pickle
+from modkit.files.pickle_limits import ITEM_SIZES
+from modkit.files.zip_archive import MOST_TEXT, Archive, read_some
+
+
+if TYPE_CHECKING:
+    import torch
+
+_LENGTH: Final = 8  # bytes of the length in front of a storage
+
+
+class TorchFile:
+    """A file of ``torch.save``. Opening reads its pickle, which is verified if it has a checksum.
+
+    Args:
+        source: The descriptor of the file, which must stay open, or its content.
+        what: How errors name the file.
+
+    Attributes:
+        content: The content, with tensors by description.
+        has_checksums: False for a file from before torch 1.6, or one without checksums.
+
+    Raises:
+        FileError: If it is of another kind, corrupt, or its pickle exceeds the limits.
+    """
+
+    def __init__(self, source: int | bytes, what: str) -> None:
+        self._source = source
+        self._what = what
+        self._archive: Archive | None = None
+        # Where the storages of an old file begin.
+        self._places: dict[str, int] = {}
+        # The storage that was read last: several tensors may lie in it.
+        self._last: tuple[str, torch.UntypedStorage] | None = None
+
+        if kinds.kind_of(source) == kinds.LEGACY:
+            self.has_checksums = False
+            self.content: Content = self._read_old_content()
+            return
+        archive = kinds.archive_of(source, what, kinds.TORCH_SAVE)
+        archive.text("data.pkl")
+        archive.verify(name for name in archive.members if not name.startswith("data/"))
+        self._archive = archive
+        self.has_checksums = archive.has_checksums
+        if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
+            raise archive.corrupt("its pickle is invalid")
+        self.content = read_pickle(archive.text("data.pkl"), what, archive.sizes)
+        archive.check_storages(self.content.storages)
+
+    def _read_old_content(self) -> Content:
+        """Read a file from before torch 1.6: five pickles, then each storage after its length."""
+        contents: list[Content] = []
+        place = 0
+        for _ in range(5):
+            data = read_some(self._source, place, MOST_TEXT)
+            try:
+                end = max(at for _, _, at in pickletools.genops(data) if at is not None) + 1
+            except ValueError as error:
+                raise FileError(f"{self._what} is corrupt: {error}", kinds.LEGACY) from error
+            contents.append(read_pickle(data[:end], self._what, {}))
+            place += end
+
+        # A number that identifies the format, its version, the system, the object, the keys.
+        _, _, _, content, keys = contents
+        is_list = isinstance(keys.value, list) and {*keys.value} >= content.storages.keys()
+        if not is_list:
+            raise FileError(f"{self._what} is corrupt: it lacks storages", kinds.LEGACY)
+        for key in keys.value:
+            stored = content.storages.get(key)
+            count = int.from_bytes(read_some(self._source, place, _LENGTH), "little")
+            place += _LENGTH
+            self._places[key] = place
+            if stored is None or count != stored.numel:
+                raise FileError(
+                    f"{self._what} is corrupt: a storage has another size", kinds.LEGACY
+                )
+            place += stored.nbytes
+
+        length = (
+            len(self._source) if isinstance(self._source, bytes) else os.fstat(self._source).st_size
+        )
+        if place > length:
+            raise FileError(f"{self._what} is corrupt: it is cut off", kinds.LEGACY)
+        return content
+
+    def tensor(self, record: InertTensor) -> "torch.Tensor":
+        """Return a tensor, verified if the file has checksums.
+
+        Args:
+            record: One of the tensors in the content.
+
+        Raises:
+            FileError: If its storage is corrupt.
+        """
+        import torch
+
+        assert record.storage is not None
+        storage = self._storage(record.storage)
+        dtype: torch.dtype = getattr(torch, record.dtype)
+        start = record.storage.offset * ITEM_SIZES[record.storage.dtype] // dtype.itemsize
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
+        tensor.set_(storage, start + record.offset, record.shape, record.stride)
+        if "conj" in record.bits:
+            tensor = tensor.conj()
+        return torch._neg_view(tensor) if "neg" in record.bits else tensor
+
+    def _storage(self, stored: Stored) -> "torch.UntypedStorage":
+        if self._last is not None and self._last[0] == stored.key:
+            return self._last[1]
+        import torch
+
+        from modkit.files.plain_checkpoints import memory_of, read_exactly
+
+        whole = self.content.storages[stored.key]
+        storage = torch.UntypedStorage(whole.nbytes, device="cpu")
+        archive = self._archive
+        if archive is not None:
+            archive.read_into(f"data/{stored.key}", memory_of(storage))
+            order = archive.text("byteorder") if "byteorder" in archive.members else b""
+            if order not in {b"", sys.byteorder.encode()}:
+                storage.byteswap(getattr(torch, whole.dtype))
+        else:
+            read_exactly(self._source, storage, self._places[stored.key], self._what)
+        self._last = stored.key, storage
+        return storage
