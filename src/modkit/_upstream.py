@@ -31,8 +31,6 @@ The tests run with each release of torch from 2.8 to 2.15. All of these have all
   tests rebind some of the names.
 - ``modes_are_active``, ``transforms_are_active``, ``tensors_are_fake``: torch has no public
   function for active modes and transforms.
-- ``package_writer``: a ``torch.package`` is the form in which torch takes TorchScript with storages
-  in memory.
 - ``restore_of``: the rules of ``map_location``.
 - ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs
   between releases.
@@ -421,9 +419,6 @@ def sparse_tensors_to_check() -> list[torch.Tensor]:
         found = theirs._sparse_tensors_to_validate
     return found
 
-
-# Writes the zip files that torch reads.
-package_writer = cast("Any", torch._C).PyTorchFileWriter
 
 # Makes a function of a storage, and the location that it was saved from, for a ``map_location``.
 restore_of: Callable[[Any], Callable[[Any, str], Any]] = cast(

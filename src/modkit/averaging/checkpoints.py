@@ -83,8 +83,6 @@ def average_checkpoints(
         raise ValueError("average_checkpoints: there is no file to average")
     # Everything that can be wrong is found before the first tensor is read.
     shares = _checked_weights(weights, len(files))
-
-    # The metadata outlives the open file.
     first = Checkpoint(files[0], key=key, prefix=prefix)
     shapes = first.shapes
     dtypes = first.dtypes
@@ -107,18 +105,13 @@ def average_checkpoints(
     order = sorted(range(len(files)), key=lambda index: shares[index] < 0)
     for count, index in enumerate(order):
         total += shares[index]
-        # A running mean is exact for equal values, where a sum of parts is not.
-        fraction = shares[index] / total if total else 0.0
         # Compared again: a running training job may have replaced the file since.
         checkpoint = fitting(files[index])
         for done, name in enumerate(names, 1):
+            # A running mean is exact for equal values, where a sum of parts is not.
+            fraction = shares[index] / total if total else 0.0
             tensor = checkpoint.tensor(name)
-            is_last = index == len(files) - 1
-            if (fraction == 1.0) if is_averaged(tensor) else is_last:
-                averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
-            elif is_averaged(tensor) and fraction:
-                averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
-            del tensor
+            _add(averages, name, tensor, fraction, device, is_last=index == len(files) - 1)
             if progress is not None:
                 progress((count + done / len(names)) / len(files))
         # Before the next one is opened.
@@ -133,6 +126,23 @@ def average_checkpoints(
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
     vars(result)["_metadata"] = dict(versions)
     return result
+
+
+def _add(
+    averages: dict[str, Tensor],
+    name: str,
+    tensor: Tensor,
+    fraction: float,
+    device: str | torch.device,
+    *,
+    is_last: bool,
+) -> None:
+    """Move an average to a tensor by a fraction; integers are those of the last file."""
+    is_replaced = fraction == 1.0 if is_averaged(tensor) else is_last
+    if is_replaced:
+        averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
+    elif is_averaged(tensor) and fraction:
+        averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
 
 
 def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[float]:

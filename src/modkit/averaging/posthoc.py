@@ -522,7 +522,7 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     for name in buffers.shapes:
         result.buffers[name] = buffers.tensor(name).clone()
 
-    left_out = content.get("left_out", [])
+    left_out = content_of_file(path).get("left_out", [])
     if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
         raise FileError(f"{path} is corrupt: its left_out is not a list of names")
     result.left_out.update(left_out)

@@ -6,41 +6,32 @@ others use for their options, and numbers and small arrays of NumPy, its random 
 
 import argparse
 import builtins
-import copyreg
 import enum
 import io
 import pickle
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
-from types import BuiltinFunctionType, FunctionType, SimpleNamespace
-from typing import Any, Final, cast
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, Final
 
 import torch
 
-from modkit._upstream import readable_globals
-from modkit.files.pickle_limits import VALUES
-from modkit.files.zip_archive import MOST_TEXT
+from modkit._upstream import allowed_by_user, readable_globals
+from modkit.errors import FileError
+from modkit.files.inert import read_pickle
+from modkit.files.pickle_limits import VALUES, pickle_problem
+from modkit.files.zip_archive import Archive
 
 
-# A pickle holds an array as text, which takes more room and time than a tensor.
-_LARGEST_ARRAY: Final = 1 << 20
 # The kinds and sizes of NumPy's numbers; the limits of pickles refuse all others.
 _NUMBERS: Final = (
     *("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"),
     *("f2", "f4", "f8", "c8", "c16"),
 )
-_TENSORS: Final = {torch.Tensor, torch.nn.Parameter}
-# Each tensor has an OrderedDict of hooks.
-_FREQUENT: Final = {*_TENSORS, OrderedDict}
-_REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
+# What pickle raises for an object that cannot be written.
+REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
-# Objects to which pickle may refer before it has written their content.
-_REFERABLE: Final = (dict, list, argparse.Namespace)
 _CONTAINERS: Final = (dict, list, deque)
-# The largest integer that torch's readers know has 255 bytes.
-_MOST_INTEGER: Final = 1 << 2039
-_ATOMS: Final = {str, float, bool, bytes, complex, type(None), torch.dtype, torch.Size}
 
 
 def extra_names(content: bytes) -> dict[str, Any]:
@@ -80,138 +71,55 @@ def _names_of_numpy() -> dict[str, Any]:
     return {**names, **{f"\n{code}": type(np.dtype(code)) for code in _NUMBERS}}
 
 
-def checked_pickle() -> Any:
-    """Return a ``pickle_module`` for ``torch.save`` that refuses what cannot be loaded.
+def check_readable(pickled: bytes, checkpoint: object) -> None:
+    """Raise TypeError if ``load_checkpoint`` would refuse the pickle of a checkpoint.
 
-    The names that ``load_checkpoint`` reads are those at the time of this call, with what
-    ``torch.serialization.add_safe_globals`` has added. Its pickler raises a TypeError that says
-    where the refused entry is, and what to save instead, or a ValueError if the pickle is too
-    large.
+    The names that it reads are those at the time of this call, with what
+    ``torch.serialization.add_safe_globals`` has added. The text says where the refused entry is,
+    and what to save instead.
     """
-    names = {"argparse.Namespace", "builtins.bytes", *readable_globals(), *_names_of_numpy()}
-    members = {"names": names, "by_name": {}}
-    return SimpleNamespace(__name__=__name__, Pickler=type("Pickler", (_Pickler,), members))
+    if not _is_readable(pickled):
+        raise refused(checkpoint)
 
 
-class _Pickler(pickle.Pickler):
-    """The standard pickler, with a look at each class and function before it is written."""
+def refused(checkpoint: object) -> TypeError:
+    """Return the error for a checkpoint with an object that is not read, or cannot be pickled."""
+    path, entry = _first_refused(checkpoint)
+    return TypeError(f"save_checkpoint: checkpoint{path} is {_refusal(entry)}")
 
-    names: set[str]
-    # For each class of objects: whether they are written as a name, as functions are.
-    by_name: dict[type, bool]
 
-    def __init__(self, file: Any, **options: Any) -> None:
-        super().__init__(file, **options)
-        self._file = file
-
-    def dump(self, obj: Any, /) -> None:
-        try:
-            super().dump(obj)
-            _check_readable(obj)
-        except _REFUSALS as error:
-            path, entry = self._first_refused(obj)
-            raise TypeError(f"save_checkpoint: checkpoint{path} is {_refusal(entry)}") from error
-
-        size = self._file.tell()
-        if size > MOST_TEXT:
-            raise ValueError(
-                f"save_checkpoint: without its tensors it has {size:,} bytes, and load_checkpoint "
-                f"reads {MOST_TEXT:,}; save long lists as tensors"
-            )
-
-    def reducer_override(self, obj: Any, /) -> Any:
-        kind = type(obj)
-        if kind in _FREQUENT:
-            return NotImplemented
-        if issubclass(kind, _CONTAINERS):
-            # torch's readers append items and set keys of lists and dicts, not of their subclasses.
-            items = chain.from_iterable(filter(None, obj.__reduce_ex__(2)[3:5]))
-            if next(items, None) is not None:
-                raise pickle.PicklingError(kind.__qualname__)
-        if isinstance(obj, _NAMED):
-            self._check(obj, obj.__qualname__)
-            return NotImplemented
-        if kind.__module__.partition(".")[0] == "numpy" and not _is_readable_number(obj):
-            raise pickle.PicklingError(kind.__qualname__)
-
-        if kind not in self.by_name:
-            is_registered = kind in copyreg.dispatch_table
-            self.by_name[kind] = not is_registered and isinstance(obj.__reduce_ex__(2), str)
-        if self.by_name[kind]:
-            self._check(obj, obj.__reduce_ex__(2))
-        return NotImplemented
-
-    def _check(self, obj: Any, name: str) -> None:
-        module = getattr(obj, "__module__", None) or cast("Any", pickle).whichmodule(obj, name)
-        if f"{module}.{name}" not in self.names:
-            raise pickle.PicklingError(name)
-
-    def _first_refused(
-        self, entry: object, above: frozenset[int] = frozenset()
-    ) -> tuple[str, object]:
-        """Return the innermost object that cannot be written, after the keys to it, as code."""
-        # A list may contain itself.
-        above |= {id(entry)}
-        for key, value in _entries(entry):
-            if id(value) not in above and self._refuses(value):
-                path, innermost = self._first_refused(value, above)
-                return f"{key}{path}", innermost
-        return "", entry
-
-    def _refuses(self, value: object) -> bool:
-        try:
-            pickle.Pickler.dump(type(self)(io.BytesIO(), protocol=2), value)
-            _check_readable(value)
-        except _REFUSALS:
-            return True
+def _is_readable(pickled: bytes) -> bool:
+    try:
+        content = read_pickle(pickled, "", {})
+    except FileError:
         return False
+    if content.is_plain:
+        return True
+    readable = {*readable_globals(), *extra_names(pickled)}
+    problem = pickle_problem(pickled, {}, trusted=allowed_by_user())
+    # torch's readers append items and set keys of lists and dicts, not of their subclasses.
+    has_items = any(kind.has_items for kind in content.classes.values())
+    return not problem and readable.issuperset(content.foreign) and not has_items
 
 
-def _check_readable(content: object) -> None:
-    """Refuse what pickle writes with instructions that torch's readers do not have.
-
-    Objects are visited in the order in which pickle writes them: a list that it has begun may be
-    part of a tuple in it.
-
-    Raises:
-        PicklingError: If there is a large integer, or a tuple or tensor that contains itself.
-    """
-    written: set[int] = set()
-    # Objects that are complete only after their content: a reference to them cannot be written.
-    unfinished: set[int] = set()
-    walk: list[tuple[int, Iterator[object]]] = [(0, iter((content,)))]
-    while walk:
-        identity, rest = walk[-1]
-        for value in rest:
-            kind = type(value)
-            # Most objects are strings, and tensors without attributes.
-            if kind in _ATOMS or (kind in _TENSORS and not vars(value)):
-                continue
-            if isinstance(value, int):
-                if not -_MOST_INTEGER <= value < _MOST_INTEGER:
-                    raise pickle.PicklingError("int")
-                continue
-            if id(value) in unfinished:
-                raise pickle.PicklingError(kind.__qualname__)
-            if id(value) in written:
-                continue
-            (written if isinstance(value, _REFERABLE) else unfinished).add(id(value))
-            walk.append((id(value), iter(_content(value))))
-            break
-        else:
-            walk.pop()
-            unfinished.discard(identity)
-            written.add(identity)
+def _first_refused(entry: object, above: frozenset[int] = frozenset()) -> tuple[str, object]:
+    """Return the innermost object that cannot be saved, after the keys to it, as code."""
+    # A list may contain itself.
+    above |= {id(entry)}
+    for key, value in _entries(entry):
+        if id(value) not in above and _refuses(value):
+            path, innermost = _first_refused(value, above)
+            return f"{key}{path}", innermost
+    return "", entry
 
 
-def _content(value: Any) -> Iterable[object]:
-    """Return the objects in another one that pickle writes."""
-    attributes = getattr(value, "__dict__", {}).values()
-    if isinstance(value, dict):
-        return chain(chain.from_iterable(dict.items(value)), attributes)
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return chain(value, attributes)
-    return attributes if isinstance(value, (argparse.Namespace, torch.Tensor)) else ()
+def _refuses(value: object) -> bool:
+    written = io.BytesIO()
+    try:
+        torch.save(value, written)
+    except REFUSALS:
+        return True
+    return not _is_readable(Archive(written.getvalue(), "").read("data.pkl"))
 
 
 def _entries(container: object) -> Iterator[tuple[str, object]]:
@@ -227,15 +135,6 @@ def _entries(container: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}", value) for name, value in vars(container).items())
 
 
-def _is_readable_number(obj: Any) -> bool:
-    """Return True for a number, a dtype of numbers, or a small array of them."""
-    dtype = getattr(obj, "dtype", obj)
-    code = getattr(dtype, "str", None)
-    return not isinstance(code, str) or (
-        code[1:] in _NUMBERS and getattr(obj, "nbytes", 0) <= _LARGEST_ARRAY
-    )
-
-
 _ADVICE: Final = {
     "state_dict": "save its state_dict()",
     "__fspath__": "save str(path)",
@@ -248,12 +147,6 @@ _ADVICE: Final = {
 
 def _refusal(entry: Any) -> str:
     """Return the type of an object, and what to save instead."""
-    try:
-        _check_readable(entry)
-    except pickle.PicklingError:
-        is_integer = isinstance(entry, int)
-        what = "integer of more than 2,039 bits" if is_integer else "object that contains itself"
-        return f"an {what}, which load_checkpoint does not read"
     is_named = isinstance(entry, _NAMED)
     kind: Any = entry if is_named else type(entry)
     name = f"{kind.__module__}.{kind.__qualname__}"

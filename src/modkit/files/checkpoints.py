@@ -35,14 +35,14 @@ from modkit._upstream import (
 from modkit.errors import FileError, shown
 from modkit.files import kinds
 from modkit.files.atomic_write import IN_USE, atomic_write
-from modkit.files.checkpoint_values import checked_pickle, extra_names
+from modkit.files.checkpoint_values import REFUSALS, check_readable, extra_names, refused
 from modkit.files.inert import read_pickle
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_checkpoints import Filler, plain_content
 from modkit.files.torch_files import TorchFile
-from modkit.files.zip_archive import Archive, open_regular, open_source, read_some
+from modkit.files.zip_archive import MOST_TEXT, Archive, open_regular, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -99,7 +99,8 @@ def save_checkpoint(
         return
 
     try:
-        write_checkpoint(checkpoint, path, checked_pickle())
+        with atomic_write(path) as unfinished, checksums_on():
+            _save_readable(checkpoint, unfinished)
     except OSError as error:
         file = Path(os.fsdecode(path))
         # Writing into a file that is mapped would change tensors, so it is not advised.
@@ -109,29 +110,40 @@ def save_checkpoint(
         raise
 
 
-def write_checkpoint(content: object, path: AnyPath, pickle_module: Any = pickle) -> None:
-    """Write any object as ``torch.save`` does, but atomically and always with checksums.
-
-    Args:
-        content: What ``torch.save`` can write.
-        path: The file; its folder must exist.
-        pickle_module: That of ``torch.save``.
-
-    Raises:
-        OSError: If the file cannot be written, with ``errno`` and the path.
-    """
+def write_checkpoint(content: object, path: AnyPath) -> None:
+    """Write any object that ``torch.save`` can write, but atomically and always with checksums."""
     with atomic_write(path) as unfinished, checksums_on():
-        torch.save(content, unfinished, pickle_module=pickle_module)
+        torch.save(content, unfinished)
+
+
+def _save_readable(checkpoint: object, target: Path | io.BytesIO) -> None:
+    """Write a checkpoint, and raise TypeError if it holds what ``load_checkpoint`` refuses."""
+    try:
+        torch.save(checkpoint, target)
+    except REFUSALS as error:
+        raise refused(checkpoint) from error
+
+    if isinstance(target, io.BytesIO):
+        target.seek(0)
+    with open_source(target) as (source, what):
+        archive = Archive(source, what)
+        size = archive.members["data.pkl"].file_size
+        if size > MOST_TEXT:
+            raise ValueError(
+                f"save_checkpoint: without its tensors it has {size:,} bytes, and load_checkpoint "
+                f"reads {MOST_TEXT:,}; save long lists as tensors"
+            )
+        check_readable(archive.read("data.pkl"), checkpoint)
 
 
 def _write_in_place(content: object, target: Any) -> None:
     """Write into an open file, or into a path as it is, once the content is complete."""
     path = Path(os.fsdecode(target)) if isinstance(target, PATH_TYPES) else None
     buffer = io.BytesIO()
-    # For an object that is neither, torch raises its error.
-    place: Any = buffer if path or callable(getattr(target, "write", None)) else target
     with checksums_on():
-        torch.save(content, place, pickle_module=checked_pickle())
+        if not path and not callable(getattr(target, "write", None)):
+            torch.save(content, target)  # raises torch's error
+        _save_readable(content, buffer)
 
     opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
     try:
@@ -151,7 +163,7 @@ def _write_in_place(content: object, target: Any) -> None:
 
 
 def _renew_lock() -> None:
-    global _LOCK
+    global _LOCK  # noqa: PLW0603
     _LOCK = threading.RLock()
 
 

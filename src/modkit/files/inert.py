@@ -51,6 +51,7 @@ class Shape(tuple[int, ...]):
     __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> Self:
+        """Make one of at most 64 numbers."""
         return super().__new__(cls, _sizes(sizes))
 
 
@@ -128,11 +129,13 @@ class Foreign:
 
     __slots__ = ("args", "content", "state")
     name = ""
+    has_items = False
     args: tuple[Any, ...]
     content: Any
     state: Any
 
     def __new__(cls, *args: Any) -> Self:
+        """Keep the arguments."""
         made = super().__new__(cls)
         made.args = args
         made.content = made.state = None
@@ -142,12 +145,14 @@ class Foreign:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        type(self).has_items = True
         if not isinstance(self.content, dict):
             self.content = {}
         self.content[key] = value
 
     def append(self, value: Any) -> None:
         """Keep an item of a list."""
+        type(self).has_items = True
         if not isinstance(self.content, list):
             self.content = []
         self.content.append(value)
@@ -206,7 +211,8 @@ def _tensor(
 def _tensor_of_dtype(*description: Any) -> InertTensor:
     """Describe a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
     bits = description[7] if len(description) > 7 else None
-    return _tensor(*description[:6], bits, description[6])
+    stored, offset, size, stride, requires_grad, hooks, dtype = description[:7]
+    return _tensor(stored, offset, size, stride, requires_grad, hooks, bits, dtype)
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *attributes: Any) -> Any:
@@ -298,7 +304,7 @@ LOADED: Final = {
     if name.endswith(("_v2", "_v3", "_parameter", "OrderedDict", "Size", "UntypedStorage"))
     or isinstance(value, Named)
 }
-_BUILTINS: Final = {"set": set, "frozenset": frozenset, "bytes": bytes, "complex": complex}
+_BUILTINS: Final = {"set": set, "bytes": bytes, "complex": complex}
 # Those of pickles that have been followed.
 _NAMES: Final[dict[str, Any]] = {
     **_PLAIN,
@@ -323,13 +329,20 @@ class Content:
 
     Attributes:
         value: The object.
-        foreign: The names in the pickle that this reader does not know.
+        classes: The placeholders for names in the pickle that this reader does not know.
         storages: The storages of its tensors by key.
+        is_plain: Whether it has only what :data:`LOADED` has.
     """
 
     value: Any = None
-    foreign: list[str] = field(default_factory=list[str])
+    classes: dict[str, type[Foreign]] = field(default_factory=dict[str, type[Foreign]])
     storages: dict[str, Stored] = field(default_factory=dict[str, Stored])
+    is_plain: bool = False
+
+    @property
+    def foreign(self) -> list[str]:
+        """The names of classes and functions that ``load_checkpoint`` may not read."""
+        return [name for name in self.classes if name not in _OF_NUMPY and name not in VALUES]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -340,7 +353,6 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
         self._names = names
         self._content = content
-        self._classes: dict[str, type[Foreign]] = {}
 
     def find_class(self, module: str, name: str, /) -> Any:
         full_name = f"{module}.{name}"
@@ -352,15 +364,14 @@ class _Unpickler(pickle.Unpickler):
         if self._names is not _NAMES:
             raise pickle.UnpicklingError(full_name)
 
-        if full_name not in self._classes:
-            if len(self._classes) >= _MOST_NAMES:
+        full_name = full_name.replace("__builtin__.", "builtins.")
+        classes = self._content.classes
+        if full_name not in classes:
+            if len(classes) >= _MOST_NAMES:
                 raise pickle.UnpicklingError(f"it names more than {_MOST_NAMES:,} classes")
             members = {"name": full_name, "__slots__": ()}
-            self._classes[full_name] = type("Foreign", (Foreign,), members)
-            if full_name not in _OF_NUMPY and full_name not in VALUES:
-                name_in_python_3 = full_name.replace("__builtin__.", "builtins.")
-                self._content.foreign.append(name_in_python_3)
-        return self._classes[full_name]
+            classes[full_name] = type("Foreign", (Foreign,), members)
+        return classes[full_name]
 
     def persistent_load(self, pid: Any, /) -> Any:
         # The modules of files from before torch 1.6 come with their source code.
@@ -402,7 +413,9 @@ def read_pickle(data: bytes, what: str, sizes: Mapping[str, int]) -> Content:
         if is_plain_pickle(data, len(sizes)):
             # A plain pickle with other names, or an invalid one, is followed and then read.
             with suppress(Exception):
-                return read_with(data, _PLAIN)
+                content = read_with(data, _PLAIN)
+                content.is_plain = True
+                return content
         refused = f"{what} cannot be read as a checkpoint"
         if problem := pickle_problem(data, sizes, reader="inert"):
             raise FileError(f"{refused}: {problem}", UNREAD if "instruction " in problem else "")

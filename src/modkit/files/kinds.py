@@ -11,7 +11,8 @@ from itertools import islice
 from typing import Final
 
 from modkit.errors import FileError, printable
-from modkit.files.zip_archive import CHAIN, CORRUPT_ZIP, Archive, read_some
+from modkit.files import zip_archive
+from modkit.files.zip_archive import Archive, read_some
 
 
 TORCH_SAVE: Final = "torch.save file"
@@ -22,6 +23,8 @@ EXPORT: Final = "torch.export archive"
 SAFETENSORS: Final = "safetensors file"
 SHARDED: Final = "sharded checkpoint"
 ZIP: Final = "zip file"
+CHAIN: Final = zip_archive.CHAIN
+CORRUPT_ZIP: Final = zip_archive.CORRUPT_ZIP
 PACKAGE: Final = "torch.package archive"
 DISTRIBUTED: Final = "distributed checkpoint"
 PACKED: Final = "packed file"

@@ -88,18 +88,15 @@ class SafetensorsFile:
         try:
             header = json.loads(content)
             metadata = header.pop("__metadata__", None) or {}
-            if not all(isinstance(value, str) for value in metadata.values()):
-                raise ValueError("its metadata are not strings")
-            end = self._read_entries(header)
-            if self._start + end != os.fstat(self._file).st_size:
-                raise ValueError("its header does not fit the size of the file")
+            "".join(metadata.values())  # which are strings
+            self._read_entries(header)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             raise FileError(f"{path} is corrupt: {reason}", SAFETENSORS) from error
         self.metadata: Mapping[str, str] = metadata
         self.versions: Mapping[str, Any] = _versions_in(metadata, path)
 
-    def _read_entries(self, header: Mapping[str, Any]) -> int:
+    def _read_entries(self, header: Mapping[str, Any]) -> None:
         """Read where each tensor is; they must follow each other without gaps."""
         end = 0
         for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
@@ -113,7 +110,8 @@ class SafetensorsFile:
             self._places[name] = begin
             self.shapes[name] = tuple(shape)
             self.dtypes[name] = _DTYPES.get(entry["dtype"], entry["dtype"])
-        return end
+        if self._start + end != os.fstat(self._file).st_size:
+            raise ValueError("its header does not fit the size of the file")
 
     def tensor(self, name: str) -> "torch.Tensor":
         """Return one tensor."""

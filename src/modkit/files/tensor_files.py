@@ -79,7 +79,7 @@ class StateDictFile:
         return id(self), tensor.storage, tensor.offset, *layout
 
 
-def content_of_file(path: Path) -> object:
+def content_of_file(path: Path) -> Any:
     """Return the content of a file of torch, with tensors by description."""
     with open_regular(path) as descriptor:
         return TorchFile(descriptor, str(path)).content.value
@@ -267,21 +267,24 @@ class Listing:
         tensors: The tensors by name; keys of nested dicts are joined by dots.
         entries: Other entries, with a shortened ``repr``.
         groups: The names directly under each key, ``""`` for the whole file.
+        containers: The object with these entries.
         is_cut: Whether the file has more entries than the budget.
     """
 
     tensors: dict[str, InertTensor] = field(default_factory=dict[str, InertTensor])
     entries: dict[str, str] = field(default_factory=dict[str, str])
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    containers: dict[str, object] = field(default_factory=dict[str, object])
     is_cut: bool = False
 
-    def keys(self) -> list[str]:
+    def tensor_keys(self) -> list[str]:
         """Return the keys below which there are tensors only."""
-        return [
-            key
-            for key, names in self.groups.items()
-            if names and all((f"{key}.{name}" if key else name) in self.tensors for name in names)
-        ]
+        found: list[str] = []
+        for key, names in self.groups.items():
+            prefix = f"{key}." if key else ""
+            if names and all(prefix + name in self.tensors for name in names):
+                found.append(key)
+        return found
 
 
 def listing_of(content: object) -> Listing:
@@ -301,6 +304,7 @@ def listing_of(content: object) -> Listing:
 
         names: list[str] = []
         listing.groups[key] = ()
+        listing.containers.setdefault(key, entry)
         for name, value in items:
             left -= 64 + len(key) + len(name)
             if left < 0:
@@ -362,29 +366,6 @@ def short_repr(value: object, *, nested: bool = False) -> str:
     return printable(str(name)[:MAX_NAME]) if name else type(value).__name__
 
 
-def _entry_at(content: object, key: str) -> object:
-    """Return the entry that a key leads to; any name on the way may have dots.
-
-    Raises:
-        LookupError: If there is none, with the first name that is absent.
-    """
-    shortest_rest = key
-    unvisited = [(content, key)]
-    # A file may have an object in many places, also within itself.
-    visited: set[tuple[int, str]] = set()
-    while unvisited:
-        container, rest = unvisited.pop()
-        shortest_rest = min(shortest_rest, rest, key=len)
-        for name, value in named_entries(container) or ():
-            if name == rest:
-                return value
-            inner_rest = rest.removeprefix(f"{name}.")
-            if inner_rest != rest and (id(value), inner_rest) not in visited:
-                visited.add((id(value), inner_rest))
-                unvisited.append((value, inner_rest))
-    raise LookupError(shortest_rest.partition(".")[0])
-
-
 def state_dict_at(
     content: object, path: Path, key: str | None
 ) -> tuple[Mapping[str, Any], dict[str, InertTensor]]:
@@ -400,13 +381,12 @@ def state_dict_at(
         FileError: If there is no state dict at the key, or an entry is not a tensor with plain
             memory. It names the keys that lead to tensors.
     """
-    try:
-        state_dict = _entry_at(content, key) if key else content
-    except LookupError as error:
-        keys = listing_of(content).keys()
-        near = difflib.get_close_matches(str(key), keys, _MOST_KEYS) or keys
-        text = f"{path} has no {error.args[0]!r} on the way to the key {key!r}"
-        raise FileError(text + _advice(near)) from None
+    listing = listing_of(content)
+    keys = listing.tensor_keys()
+    if key and key not in listing.containers:
+        near = difflib.get_close_matches(key, keys, _MOST_KEYS) or keys
+        raise FileError(f"{path} has no state dict at the key {key!r}" + _advice(near))
+    state_dict = listing.containers[key] if key else content
 
     versions = vars(state_dict).get("_metadata") if hasattr(state_dict, "__dict__") else None
     if isinstance(state_dict, argparse.Namespace):
@@ -414,22 +394,22 @@ def state_dict_at(
     if isinstance(state_dict, Foreign):
         state_dict = state_dict.entries()
     if not isinstance(state_dict, dict):
-        raise FileError(f"{path} holds {short_repr(state_dict)}, not a state dict")
+        kind = getattr(state_dict, "name", "") or type(state_dict).__name__
+        raise FileError(f"{path} holds {kind}, not a state dict")
 
     # Attributes from the file may hide methods of dicts.
     tensors = dict(dict.items(state_dict))
     for name, value in tensors.items():
         if problem := _problem_of(name, value):
-            above = f"{key}." if key else ""
-            keys = [above + inner for inner in listing_of(state_dict).keys() if inner]
-            raise FileError(f"{path}: {name!r} is {problem}" + _advice(keys))
+            below = [inner for inner in keys if not key or inner.startswith(f"{key}.")]
+            raise FileError(f"{path}: {name!r} is {problem}" + _advice(below))
     return versions if isinstance(versions, dict) else {}, tensors
 
 
 def _advice(keys: Sequence[str]) -> str:
     """Return the end of an error: the keys to choose from."""
-    if not keys:
-        return "; no key leads to tensors only"
+    if not keys or "" in keys:
+        return "; it needs no key" if keys else "; no key leads to tensors only"
     more = ", ..." if len(keys) > _MOST_KEYS else ""
     return f"; choose a key: {', '.join(keys[:_MOST_KEYS])}{more}"
 
@@ -437,7 +417,7 @@ def _advice(keys: Sequence[str]) -> str:
 def _problem_of(name: object, value: object) -> str | None:
     """Return why an entry cannot be averaged, or None."""
     if not isinstance(value, InertTensor):
-        return f"not a tensor but {short_repr(value) if isinstance(value, Foreign) else type(value).__name__}"
+        return f"not a tensor but {getattr(value, 'name', '') or type(value).__name__}"
     if not isinstance(name, str):
         return "not the name of a tensor"
     if value.problem == "meta":

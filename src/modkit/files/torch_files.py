@@ -114,7 +114,7 @@ class TorchFile:
         tensor.set_(storage, start + record.offset, record.shape, record.stride)
         if "conj" in record.bits:
             tensor = tensor.conj()
-        return torch._neg_view(tensor) if "neg" in record.bits else tensor
+        return -tensor if "neg" in record.bits else tensor
 
     def _storage(self, stored: Stored) -> "torch.UntypedStorage":
         if self._last is not None and self._last[0] == stored.key:

@@ -58,6 +58,9 @@ _LOCATOR: Final = struct.Struct("<4s4xQ4x")
 # The lengths of the name and of the extra field, after which the content of a member begins.
 _LOCAL_HEADER: Final = struct.Struct("<4s22x2H")
 
+# The signatures of the records that may follow a member.
+_NEXT: Final = (b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02")
+
 # Makes, for a size, memory for a piece of a member, and a function that copies the piece elsewhere:
 # it takes the place of the piece in the content, and its length.
 Copier: TypeAlias = Callable[[int], tuple[memoryview, Callable[[int, int], object]]]
@@ -362,6 +365,9 @@ class Archive:
         # An extra field that moves the content into the table.
         if start + member.compress_size > self._table:
             raise self.corrupt(f"the header of {member.filename!r} is too long")
+        # Zeros in the table would hide the content, since they are also the CRC-32 of nothing.
+        if not member.compress_size and read_some(self._source, start, 4) not in _NEXT:
+            raise self.corrupt(f"{member.filename!r} has content, and none by the table of members")
         return start
 
     def read(self, name: str) -> bytes:

@@ -43,10 +43,6 @@ TorchScriptMeta = _ScriptMeta
 # None if this release of torch cannot read TorchScript.
 import_module: Final[Any] = getattr(_C, "import_ir_module", None)
 import_module_from_buffer: Final[Any] = getattr(_C, "import_ir_module_from_buffer", None)
-# Reads the part of a torch.package that holds TorchScript, with storages that are in memory.
-import_module_from_package: Final[Any] = getattr(_C, "_import_ir_module_from_package", None)
-storage_context: Final[Any] = getattr(_C, "DeserializationStorageContext", None)
-package_reader: Final = _C.PyTorchFileReader
 validate_map_location: Final[Any] = _jit._serialization.validate_map_location
 
 # The compiler behind torch.jit.script and torch.jit.trace, and its rule for which methods to

@@ -124,7 +124,7 @@ def test_contents_that_are_no_tensors_are_refused(tmp_path) -> None:
 
     with pytest.raises(ValueError, match=r"'model' is not a tensor but .*choose a key: model"):
         average_checkpoints(paths[:1])
-    with pytest.raises(ValueError, match=r"0\.pt has no 'ema' on the way to the key 'ema'"):
+    with pytest.raises(ValueError, match=r"0\.pt has no state dict at the key 'ema'"):
         average_checkpoints(paths[:1], key="ema")
     with pytest.raises(ValueError, match="holds list, not a state dict"):
         average_checkpoints(paths[1:2])

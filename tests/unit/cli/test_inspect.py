@@ -91,7 +91,7 @@ def test_each_key_is_one_that_commands_take(tmp_path: Path) -> None:
     refused = invoke("diff", path, path, "--key", "a.b")
     assert "choose a key: a.b.0, a.b.None," in refused.stderr
     refused = invoke("diff", path, path, "--key", "a.b.net.x.y")
-    assert "has no 'x' on the way to the key 'a.b.net.x.y'" in refused.stderr
+    assert "has no state dict at the key 'a.b.net.x.y'; choose a key: a.b.net" in refused.stderr
 
 
 def test_keys_of_a_file_that_contains_itself(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_keys_of_a_file_that_contains_itself(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "loop.pt")
     key = "a." * 100 + "b"
 
-    with pytest.raises(FileError, match="has no 'b' on the way"):
+    with pytest.raises(FileError, match="has no state dict at the key"):
         Checkpoint(tmp_path / "loop.pt", key=key)
 
 

@@ -120,7 +120,7 @@ WRONG_FILES = [
 ]
 TEXTS = {
     "average nested|-o|out.pt": ("nested: 'model' is not a tensor but dict; choose a key: model"),
-    "average net|-o|out.pt|--key|x": "has no 'x' on the way to the key 'x'",
+    "average net|-o|out.pt|--key|x": "has no state dict at the key 'x'; it needs no key",
     "average net|-o|out.pt|--weights|1,2": "--weights has 2 numbers for 1 checkpoints",
     "average folder|-o|out.pt|--ema-sigma|0.1": "no snapshots of averages in folder\n",
     "average net|html|-o|out.pt": "html is a text file",
