@@ -18,6 +18,7 @@ import importlib
 import json
 import mmap
 import os
+import pickle
 import resource
 import shutil
 import struct
@@ -246,6 +247,9 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     # Torch may fail on a member that modkit does not read; modkit then returns the intact content.
     if refused is not None:
         right, refused = outcome(intact, chosen.name, reader)
+    if reader == "average_checkpoints" and isinstance(refused, pickle.UnpicklingError):
+        # Classes that torch refuses do not hide the tensors.
+        return "read around classes", ""
     if refused is not None:
         return "read, torch refuses", f"{type(refused).__name__}: {refused}"
     compare = difference if reader in {"load_checkpoint", "mmap"} else same_values

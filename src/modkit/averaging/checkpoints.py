@@ -79,8 +79,6 @@ def average_checkpoints(
     if isinstance(paths, (str, os.PathLike)):
         raise TypeError(f"average_checkpoints: paths must be a list of files, got {paths!r}")
     files = [Path(path) for path in paths]
-    if not files:
-        raise ValueError("average_checkpoints: there is no file to average")
     # Everything that can be wrong is found before the first tensor is read.
     shares = _checked_weights(weights, len(files))
     first = Checkpoint(files[0], key=key, prefix=prefix)
@@ -147,6 +145,8 @@ def _add(
 
 def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[float]:
     """Return a weight per file; raise ValueError unless a mean can be made of them."""
+    if not files:
+        raise ValueError("average_checkpoints: there is no file to average")
     if weights is None:
         return [1.0] * files
     if len(weights) != files:

@@ -8,6 +8,7 @@ be listed and read, whatever else is in it. Nothing here needs torch.
 import argparse
 import codecs
 import io
+import math
 import pickle
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
@@ -110,18 +111,10 @@ class InertTensor:
     has_more: bool = False
 
     @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
-
-    @property
     def nbytes(self) -> int:
         """The size of its elements in bytes; 0 if it has several storages."""
-        has_memory = not self.problem or self.problem in {"quantized", "meta"}
-        return self.numel * ITEM_SIZES[self.dtype] if has_memory else 0
+        has_memory = self.problem in {"", "quantized", "meta"}
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype] if has_memory else 0
 
 
 class Foreign:
@@ -203,7 +196,7 @@ def _tensor(
     last = offset
     for length, step in zip(tensor.shape, tensor.stride, strict=True):
         last += (length - 1) * step
-    if tensor.numel and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
+    if tensor.nbytes and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
         raise OutsideError("a tensor extends beyond the end of its storage")
     return tensor
 
@@ -274,42 +267,30 @@ def _empty_dict() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-_UTILS: Final = {
-    "_rebuild_tensor": _tensor,
-    "_rebuild_tensor_v2": _tensor,
-    "_rebuild_tensor_v3": _tensor_of_dtype,
-    "_rebuild_parameter": _parameter,
-    "_rebuild_parameter_with_state": _parameter,
-    "_rebuild_qtensor": _quantized,
-    "_rebuild_sparse_tensor": _sparse,
-    "_rebuild_nested_tensor": _nested,
-    "_rebuild_meta_tensor_no_storage": _on_meta,
-    "_rebuild_wrapper_subclass": _wrapper,
-}
-# The names in plain pickles, of functions that take little time and memory.
-_PLAIN: Final[dict[str, Any]] = {
-    **{f"torch._utils.{name}": function for name, function in _UTILS.items()},
+# The names of state dicts without anything else, which load_checkpoint reads itself.
+LOADED: Final[dict[str, Any]] = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+    "torch._utils._rebuild_parameter": _parameter,
     **{f"torch.{dtype}": Named(f"torch.{dtype}") for dtype in ITEM_SIZES},
-    "torch._tensor._rebuild_from_type_v2": _of_subclass,
     "torch.Size": Shape,
-    "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: Named(name[:40]),
     "torch.storage.UntypedStorage": StorageKind("uint8"),
     "collections.OrderedDict": _empty_dict,
 }
-# Those of state dicts without anything else, which load_checkpoint reads itself.
-LOADED: Final = {
-    name: value
-    for name, value in _PLAIN.items()
-    if name.endswith(("_v2", "_v3", "_parameter", "OrderedDict", "Size", "UntypedStorage"))
-    or isinstance(value, Named)
-}
-_BUILTINS: Final = {"set": set, "bytes": bytes, "complex": complex}
 # Those of pickles that have been followed.
 _NAMES: Final[dict[str, Any]] = {
-    **_PLAIN,
-    **{f"builtins.{name}": kind for name, kind in _BUILTINS.items()},
-    **{f"__builtin__.{name}": kind for name, kind in _BUILTINS.items()},
+    **LOADED,
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_nested_tensor": _nested,
+    "torch._utils._rebuild_meta_tensor_no_storage": _on_meta,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._tensor._rebuild_from_type_v2": _of_subclass,
+    "torch.device": _device,
+    "torch.serialization._get_layout": lambda name: Named(name[:40]),
+    **{f"builtins.{kind.__name__}": kind for kind in (set, bytes, complex)},
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
     "argparse.Namespace": argparse.Namespace,
@@ -355,7 +336,7 @@ class _Unpickler(pickle.Unpickler):
         self._content = content
 
     def find_class(self, module: str, name: str, /) -> Any:
-        full_name = f"{module}.{name}"
+        full_name = f"{module}.{name}".replace("__builtin__.", "builtins.")
         if full_name in self._names:
             return self._names[full_name]
         dtype = storage_dtype(name) if name.endswith("Storage") else None
@@ -364,7 +345,6 @@ class _Unpickler(pickle.Unpickler):
         if self._names is not _NAMES:
             raise pickle.UnpicklingError(full_name)
 
-        full_name = full_name.replace("__builtin__.", "builtins.")
         classes = self._content.classes
         if full_name not in classes:
             if len(classes) >= _MOST_NAMES:
@@ -394,8 +374,8 @@ class _Unpickler(pickle.Unpickler):
             _, offset, size = view[0]
             if not 0 <= offset <= offset + size <= numel:
                 raise pickle.UnpicklingError(f"a part of the storage {key!r} is outside of it")
-            return stored._replace(numel=size, offset=offset)
-        return stored
+            return first._replace(numel=size, offset=offset)
+        return first
 
 
 def read_pickle(data: bytes, what: str, sizes: Mapping[str, int]) -> Content:
@@ -413,9 +393,7 @@ def read_pickle(data: bytes, what: str, sizes: Mapping[str, int]) -> Content:
         if is_plain_pickle(data, len(sizes)):
             # A plain pickle with other names, or an invalid one, is followed and then read.
             with suppress(Exception):
-                content = read_with(data, _PLAIN)
-                content.is_plain = True
-                return content
+                return read_with(data, LOADED)
         refused = f"{what} cannot be read as a checkpoint"
         if problem := pickle_problem(data, sizes, reader="inert"):
             raise FileError(f"{refused}: {problem}", UNREAD if "instruction " in problem else "")
@@ -431,4 +409,5 @@ def read_with(data: bytes, names: Mapping[str, Any]) -> Content:
     """Return the content of a pickle that has no other names than these."""
     content = Content()
     content.value = _Unpickler(data, names, content).load()
+    content.is_plain = names is LOADED
     return content

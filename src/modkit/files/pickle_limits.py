@@ -15,11 +15,9 @@ The limits, each with the attack that it stops:
 """
 
 import gc
-import io
 import pickle
 import pickletools
 import re
-import struct
 import warnings
 from collections.abc import Container, Generator, Mapping
 from contextlib import contextmanager
@@ -105,21 +103,6 @@ _FOREIGN_COST: Final = 96  # of an object in place of one of an unknown class
 _FREE_MEMORY: Final = 16 << 20
 _MEMORY_PER_BYTE: Final = 28
 _MEMORY_PER_MEMBER: Final = 2048
-
-# Runs of numbers, and of places of the memo: lists of many are followed in one step.
-_RUN_OF_NUMBERS: Final = re.compile(
-    rb"(?:[\x88\x89N]{1,1000}|(?:K.){1,1000}|(?:M..){1,1000}|(?:J.{4}){1,1000}|(?:G.{8}){1,1000})",
-    re.DOTALL,
-)
-_RUN_OF_PLACES: Final = {
-    "BINGET": re.compile(rb"(?:h.){1,1000}", re.DOTALL),
-    "LONG_BINGET": re.compile(rb"(?:j.{4}){1,1000}", re.DOTALL),
-}
-_RUNS: Final = {
-    **dict.fromkeys(("NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"), _RUN_OF_NUMBERS),
-    **dict.fromkeys(("BININT", "BININT1", "BININT2"), _RUN_OF_NUMBERS),
-    **_RUN_OF_PLACES,
-}
 
 
 def most_memory(size: int, members: int) -> int:
@@ -276,9 +259,7 @@ class _Follower:
     def follow(self, data: bytes) -> None:
         """Follow the pickle, up to an instruction that torch does not have."""
         argument: Any
-        file = io.BytesIO(data)
-        end_of_run = 0
-        for instruction, argument, place in pickletools.genops(file):
+        for instruction, argument, _ in pickletools.genops(data):
             name = instruction.name
             # Objects that contain themselves, which torch writes and does not read.
             is_circular = self._inert and name in {"POP", "DUP"}
@@ -286,14 +267,6 @@ class _Follower:
                 if self._script or self._inert:
                     raise ValueError(f"it has the instruction {name}, which is not read here")
                 return
-
-            if name in _RUNS and place is not None and place >= end_of_run:
-                end_of_run = _end_of_run(_RUNS[name], data, place)
-                # The whole run is appended to a list.
-                if data[end_of_run : end_of_run + 1] == pickle.APPENDS:
-                    self._stack += self._items_of(name, data[place:end_of_run])
-                    file.seek(end_of_run)
-                    continue
 
             if name in _COSTS:
                 self._spend(_COSTS[name])
@@ -318,7 +291,7 @@ class _Follower:
             self._memo[len(self._memo)] = self._stack[-1]
 
         # The others push an object.
-        elif name in _RUN_OF_PLACES:
+        elif name in {"BINGET", "LONG_BINGET"}:
             self._stack.append(self._memo[argument])
         elif name == "DUP":
             self._stack.append(self._stack[-1])
@@ -336,18 +309,6 @@ class _Follower:
                 f"it makes more objects than its size explains: {self._size:,} bytes would take "
                 "many times their memory"
             )
-
-    def _items_of(self, name: str, run: bytes) -> "list[_Object]":
-        """Return the different objects in a run, and one that stands for hashing all of them."""
-        rest = _Object()
-        if name not in _RUN_OF_PLACES:
-            rest.weight = len(run)
-            return [rest]
-
-        layout = "<xB" if name == "BINGET" else "<xL"
-        items = [self._memo[place] for (place,) in set(struct.iter_unpack(layout, run))]
-        rest.weight = len(run) * max(item.weight for item in items)
-        return [*items, rest]
 
     def _take(self, name: str) -> None:
         """Follow an instruction that takes objects from the stack."""
@@ -455,12 +416,6 @@ class _Follower:
         is_empty = self._script and location == "meta" and stored == 0
         if stored is not None and size != stored and not is_empty:
             raise ValueError(f"{name!r} has {stored} bytes, not {size}")
-
-
-def _end_of_run(kind: re.Pattern[bytes], data: bytes, place: int) -> int:
-    while run := kind.match(data, place):
-        place = run.end()
-    return place
 
 
 def _contents(items: Any) -> list[Any]:

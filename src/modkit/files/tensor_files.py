@@ -72,7 +72,7 @@ class StateDictFile:
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors, and None for one that cannot be tied."""
         tensor = self._tensors[name]
-        if not tensor.numel:
+        if not tensor.nbytes:
             return None
         # The same memory has other values in a lazy view, such as tensor.conj().
         layout = tensor.shape, tensor.stride, tensor.dtype, tensor.bits

@@ -216,12 +216,6 @@ def test_runs_of_the_memo_are_followed():
     assert pickle_problem(b"\x80\x02](" + text("x") + b"q\1" + b"h\1j\1\0\0\0NNe.", {}) == ""
 
 
-def test_runs_of_numbers_are_followed_at_once():
-    """A list of ten million takes milliseconds, not a step for each, which would be seconds."""
-    with limits(seconds=1.5):
-        assert pickle_problem(b"\x80\x02](" + b"N" * 10_000_000 + b"e.", {}) == ""
-
-
 @for_each(
     ("who", "case"),
     [
