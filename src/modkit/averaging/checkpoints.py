@@ -82,9 +82,7 @@ def average_checkpoints(
     # Everything that can be wrong is found before the first tensor is read.
     shares = _checked_weights(weights, len(files))
     first = Checkpoint(files[0], key=key, prefix=prefix)
-    shapes = first.shapes
-    dtypes = first.dtypes
-    versions = first.versions
+    shapes, dtypes, versions = first.shapes, first.dtypes, first.versions
 
     def fitting(path: Path) -> Checkpoint:
         checkpoint = Checkpoint(path, key=key, prefix=prefix)

@@ -102,8 +102,8 @@ def names_like(mine: set[str], names: dict[str, str], theirs: set[str]) -> dict[
 
 def check_match(
     problem: str,
-    expected: Mapping[str, torch.Size | None],
-    actual: Mapping[str, torch.Size | None],
+    expected: Mapping[str, tuple[int, ...] | None],
+    actual: Mapping[str, tuple[int, ...] | None],
     *,
     end: str = "Nothing has been changed.",
 ) -> None:

@@ -12,7 +12,7 @@ from modkit.files.plain_checkpoints import plain_content
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.amplification import cost
-from tests.unit.files.hostile import ORDERED, called, limits, named, tensor, text
+from tests.unit.files.hostile import ORDERED, called, named, tensor, text
 from tests.unit.files.raw_zip import saved
 
 
