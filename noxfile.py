@@ -20,6 +20,11 @@ from nox.virtualenv import ALL_VENVS, VirtualEnv
 
 ROOT = Path(__file__).parent
 PYPROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
+# The groups of the tools are in pyproject.toml, those of the libraries under test beside the suites.
+SUITES = nox.project.load_toml(ROOT / "tests" / "suites" / "pyproject.toml")
+GROUPS = {
+    "dependency-groups": {**PYPROJECT["dependency-groups"], **SUITES["dependency-groups"]},
+}
 CONSTRAINTS = ROOT / "constraints.txt"
 INTEGRATION = ROOT / "tests" / "integration"
 
@@ -83,7 +88,7 @@ def install(session: nox.Session, *groups: str, extras: str = "", project: bool 
     """Install modkit and the dependency groups, unless this environment has them already."""
     if session.venv_backend == "none":
         return
-    wanted = [*nox.project.dependency_groups(PYPROJECT, *groups)]
+    wanted = [*nox.project.dependency_groups(GROUPS, *groups)]
     if project:
         wanted += ["--editable", f".{extras}"]
     recipe = "\n".join([*wanted, CONSTRAINTS.read_text(), str(PYPROJECT["project"])])
@@ -119,7 +124,7 @@ def tests_on(torch: str) -> None:
         pins = CONSTRAINTS.read_text().splitlines()
         constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(NOT_PINNED)))
         if session.venv_backend != "none":
-            groups = nox.project.dependency_groups(PYPROJECT, "test")
+            groups = nox.project.dependency_groups(GROUPS, "test")
             # Utilities of some releases of torch need setuptools, which they do not require.
             wanted = (*groups, "setuptools", f"torch=={torch}")
             session.install("--constraint", f"{constraints}", *wanted, "--editable", ".[cli,demo]")
@@ -231,7 +236,7 @@ def xla(session: nox.Session) -> None:
     pins = CONSTRAINTS.read_text().splitlines()
     constraints.write_text("\n".join(pin for pin in pins if not pin.startswith(NOT_PINNED)))
     if session.venv_backend != "none":
-        wanted = (*nox.project.dependency_groups(PYPROJECT, "test", "xla"), "--editable", ".")
+        wanted = (*nox.project.dependency_groups(GROUPS, "test", "xla"), "--editable", ".")
         session.install("--constraint", f"{constraints}", *wanted)
     environment = {"PJRT_DEVICE": "CPU", **TEST_ENVIRONMENT}
     arguments = ("-m", "xla", "tests/xla", f"--junitxml={results}", *session.posargs)

@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib
 import inspect
+import posixpath
 import re
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ autosummary_generate = False
 # Type variables, and types in private modules, have no page either.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!modkit\.).*"),
-    ("py:.*", r"modkit\..*T"),
+    ("py:.*", r"modkit\..*T(_co)?"),
     ("py:class", r"modkit\.(averaging|migrations\.steps)\..*"),
 ]
 
@@ -98,6 +99,17 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
         return f"]({page}{target.removeprefix(name)})"
 
     content[0] = re.sub(r"\]\((?!https?:|#)([^)]+)\)", link, content[0])
+    unlink_files(app, "index", content)
+
+
+def unlink_files(app: Any, page: str, content: list[str]) -> None:
+    """Turn links to Markdown files of the repository that are no pages into their text."""
+
+    def text(match: re.Match[str]) -> str:
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(page), match[2]))
+        return match[0] if file in app.env.found_docs else match[1]
+
+    content[0] = re.sub(r"\[([^\]]+)\]\((?!https?:)([^)#]+)\.md(?:#[^)]*)?\)", text, content[0])
 
 
 @functools.cache
@@ -151,5 +163,6 @@ def setup(app: Any) -> None:
     """Enter the functions above in Sphinx."""
     app.connect("autodoc-process-docstring", adapt_text_of_torch)
     app.connect("include-read", link_to_pages)
+    app.connect("source-read", unlink_files)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("viewcode-find-source", add_methods)

@@ -1,7 +1,7 @@
-"""Run the suites and the probes, and write docs/_render/results/library_suites.json and the pages of the documentation.
+"""Run the suites, and write docs/_render/results/library_suites.json and the pages of the documentation.
 
 python -m tests.suites                  # all of them
-python -m tests.suites --only opacus    # some, or `probes`; the others keep their rows
+python -m tests.suites --only opacus    # some; the others keep their rows
 """
 
 import argparse
@@ -13,7 +13,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.suites import probes
 from tests.suites.libraries import LIBRARIES
 from tests.suites.runs import ROOT, compare
 from tests.suites.torch_tests import TORCH_TESTS
@@ -27,16 +26,13 @@ TABLES = {"suites": LIBRARIES, "torch's tests": TORCH_TESTS}
 def main() -> int:
     """Run the chosen suites; return 1 if a result differs without a listed cause."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", nargs="*", default=[], help="names of libraries, or probes")
+    parser.add_argument("--only", nargs="*", default=[], help="names of libraries")
     parser.add_argument("--jobs", type=int, default=2, help="how many suites at a time")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "suites")
     options = parser.parse_args()
-    found: dict[str, Any] = {"probes": {}}
+    found: dict[str, Any] = {}
     if options.only and FOUND.exists():
         found = json.loads(FOUND.read_text(encoding="utf-8"))
-    if not options.only or "probes" in options.only:
-        found["probes"] = {name: probes.compare(name) for name in probes.PROBED}
-        write(found)
     with ThreadPoolExecutor(options.jobs) as pool:
         runs = {
             pool.submit(compare, library, options.folder.resolve()): (title, library.name)
@@ -50,10 +46,8 @@ def main() -> int:
             found.setdefault(title, {})[name] = done.result()
             write(found)
             say(name, done.result())
-    wrong = {name: [*row["raised"], *row["differing"]] for name, row in found["probes"].items()}
-    sys.stderr.write("".join(f"probes of {name}: {each}\n" for name, each in wrong.items() if each))
     rows = [row for title in TABLES for row in found.get(title, {}).values()]
-    return any(wrong.values()) or any(not one["cause"] for row in rows for one in row["differing"])
+    return any(not one["cause"] for row in rows for one in row["differing"])
 
 
 def write(found: dict[str, Any]) -> None:
@@ -62,7 +56,6 @@ def write(found: dict[str, Any]) -> None:
     for title, libraries in TABLES.items():
         rows = found.get(title, {})
         content[title] = {one.name: rows[one.name] for one in libraries if one.name in rows}
-    content["probes"] = found["probes"]
     FOUND.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 

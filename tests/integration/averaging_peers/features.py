@@ -1,7 +1,7 @@
 """Features of weight-averaging libraries: each function returns True if a library's average has it.
 
 A function takes a class of `tests.integration.averaging_peers.peers`. `docs/render.py --renew averaging_libraries` stores
-all outcomes, and `tests/integration/feature_tables` compares the table with them.
+all outcomes.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Features of the loading of state dicts: each function returns True if a library has it.
 
 A function takes a class of `tests.integration.state_dict_peers.peers`. `docs/render.py --renew state_dict_libraries` stores
-all outcomes, and `tests/integration/feature_tables` compares the table with them.
+all outcomes.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.suites.probes.user_files import imported
+from tests.integration.torch_tools.user_files import imported
 
 
 def shown(text: str) -> str:

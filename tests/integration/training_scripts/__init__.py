@@ -1,1 +1,0 @@
-"""Training loops of public scripts, with one import changed."""
