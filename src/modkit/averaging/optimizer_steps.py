@@ -67,15 +67,14 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def trains_any(optimizer: Optimizer, ids: AbstractSet[int]) -> bool:
-    """Return True if an optimizer has a parameter of these.
-
-    Args:
-        optimizer: The optimizer, whose groups may have changed since it was created.
-        ids: The ``id`` of each of the parameters.
-    """
+def _trained_by(optimizer: Optimizer) -> list[int]:
     groups = [group["params"] for group in optimizer.param_groups]
-    return not ids.isdisjoint(map(id, chain.from_iterable(groups)))
+    return [*map(id, chain.from_iterable(groups))]
+
+
+def trains_any(optimizer: Optimizer, ids: AbstractSet[int]) -> bool:
+    """Return True if an optimizer has a parameter of these, given by their ``id``."""
+    return not ids.isdisjoint(_trained_by(optimizer))
 
 
 class _Calls(threading.local):
@@ -106,8 +105,8 @@ class OptimizerSteps:
     def __init__(self, stepped: Iterable[int] = ()) -> None:
         # Weak, because the hooks of an optimizer hold these averages.
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        # The first parameter of each optimizer when it was last seen to train averaged ones.
-        self._first: dict[int, torch.Tensor | None] = {}
+        # The ids of the parameters of each optimizer, when they were last compared.
+        self._trained: dict[int, list[int]] = {}
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
         # Versions of parameters when the averages were last updated by an optimizer's step.
@@ -125,18 +124,7 @@ class OptimizerSteps:
     def check(
         self, owner: str, optimizers: Sequence[Optimizer], averaged: Iterable[torch.Tensor]
     ) -> None:
-        """Check that optimizers can be attached.
-
-        Args:
-            owner: The method that attaches them, with which errors begin.
-            optimizers: The optimizers that were given.
-            averaged: The parameters that are averaged.
-
-        Raises:
-            TypeError: If the steps of one cannot be tracked.
-            ValueError: If there is none, one is attached already or given twice, or one has no
-                averaged parameter.
-        """
+        """Check that optimizers can be attached."""
         if not optimizers:
             raise ValueError(f"{owner} needs an optimizer")
 
@@ -162,20 +150,14 @@ class OptimizerSteps:
         refuse: Callable[[], None],
         update: Callable[[], None],
     ) -> None:
-        """Update after each training step of optimizers that :meth:`check` has accepted.
-
-        Args:
-            optimizers: The optimizers.
-            averaged: Returns the parameters that are averaged.
-            refuse: Raises before a step that must not be taken.
-            update: Updates the averages.
-        """
+        """Update after each training step of optimizers that :meth:`check` has accepted."""
         for index, optimizer in enumerate(optimizers, len(self._optimizers)):
             before = partial(self._before, refuse, update, index)
             after = partial(self._after, averaged, update, index)
             self._handles.append(optimizer.register_step_pre_hook(before))
             self._handles.append(optimizer.register_step_post_hook(after))
             self._optimizers.append(weakref.ref(optimizer))
+            self._trained[index] = _trained_by(optimizer)
 
     @never_compiled
     def _before(
@@ -202,32 +184,34 @@ class OptimizerSteps:
         return {index: optimizer for index, optimizer in alive if optimizer is not None}
 
     def _check_trained(self, averaged: _Parameters) -> None:
-        """Raise RuntimeError if an optimizer no longer trains any averaged parameter.
+        """Raise RuntimeError if others have taken the place of averaged parameters in an optimizer.
 
-        A wrapper may have given it other ones, such as master weights in float32, which it copies
-        to the model after this step: the averages would lag one step behind.
+        A wrapper may have put them there, such as master weights in float32, which it copies to the
+        model after this step: the averages would lag one step behind.
         """
         for index, optimizer in self.optimizers.items():
-            groups = (group["params"] for group in optimizer.param_groups)
-            first = next(chain.from_iterable(groups), None)
-            # What replaces parameters replaces all of them.
-            if first is not None and first is self._first.get(index):
+            before = self._trained[index]
+            now = _trained_by(optimizer)
+            if now == before:
                 continue
-            if not trains_any(optimizer, set(map(id, averaged()))):
+            ids = set(map(id, averaged()))
+            # Some may keep theirs, as those in float32 under apex do. Fewer are trained on purpose.
+            lost = ids.intersection(before).difference(now)
+            if ids.isdisjoint(now) or (lost and len(now) >= len(before)):
                 raise RuntimeError(
                     f"EMA: {type(optimizer).__name__} no longer holds averaged parameters: since "
                     "attach(), others have taken their place, such as the master weights of "
                     "DeepSpeed or apex, from which the model is written after this step. The step "
                     f"was taken and not averaged. Call detach(), and {_CALL_UPDATE}"
                 )
-            self._first[index] = first
+            self._trained[index] = now
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
         for handle in self._handles:
             handle.remove()
         self._optimizers = []
-        self._first = {}
+        self._trained = {}
         self._handles = []
         self.stepped = set()
         self._versions = None
@@ -237,11 +221,7 @@ class OptimizerSteps:
         return {"stepped": sorted(self.stepped)} if self.stepped else {}
 
     def load(self, stepped: Iterable[int]) -> None:
-        """Continue a training step that was saved before it was over.
-
-        Args:
-            stepped: Indices of the optimizers that had stepped.
-        """
+        """Continue a training step that was saved before it was over."""
         self.stepped = set(stepped)
         self._versions = None
 
@@ -281,17 +261,7 @@ class OptimizerSteps:
     def _begin(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
-        """Note that an optimizer begins a step.
-
-        Args:
-            index: Index of the optimizer.
-            optimizer: The optimizer, or a wrapper with its hooks.
-            arguments: Positional arguments of ``step()``, not used.
-            keywords: Keyword arguments of ``step()``.
-
-        Returns:
-            True if a training step is over because this optimizer steps again.
-        """
+        """Note that an optimizer begins a step."""
         self._versions = None
         stepping = self._in_progress(index, self._calls.count + 1)
         self._calls.count = len(stepping)
@@ -311,17 +281,7 @@ class OptimizerSteps:
     def _end(
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
-        """Note that an optimizer has ended a step, with the arguments of :meth:`_begin`.
-
-        Args:
-            index: Index of the optimizer.
-            optimizer: The optimizer, or a wrapper with its hooks.
-            arguments: Positional arguments of ``step()``, not used.
-            keywords: Keyword arguments of ``step()``.
-
-        Returns:
-            True if the training step is over, because all optimizers have stepped.
-        """
+        """Note that an optimizer has ended a step, with the arguments of :meth:`_begin`."""
         outer = self._in_progress(index, self._calls.count)[1:]
         self._calls.count = len(outer)
         if index in outer or not self._counts(index, optimizer, keywords):

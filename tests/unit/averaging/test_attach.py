@@ -394,6 +394,12 @@ def put_masters(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = masters(group["params"])
 
 
+def put_some_masters(optimizer: torch.optim.Optimizer) -> None:
+    """Train a master weight in place of all parameters but the first, as apex leaves those of norms."""
+    (group,) = optimizer.param_groups
+    group["params"] = [group["params"][0], *masters(group["params"][1:])]
+
+
 def replace_groups(optimizer: torch.optim.Optimizer) -> None:
     """Put other groups in the place of all."""
     optimizer.param_groups[:] = []
@@ -401,7 +407,9 @@ def replace_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
-@pytest.mark.parametrize("change", [put_flat_masters, put_masters, replace_groups])
+@pytest.mark.parametrize(
+    "change", [put_flat_masters, put_masters, put_some_masters, replace_groups]
+)
 def test_parameters_that_took_the_place_of_averaged_ones(change: Any, steps_before: int) -> None:
     """Each step is refused by name, because the model is written after it."""
     net = network()
@@ -435,7 +443,13 @@ def split_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = [{**group, "params": [one]} for one in reversed(parameters)]
 
 
-@pytest.mark.parametrize("change", [add_masters, split_groups])
+def train_fewer(optimizer: torch.optim.Optimizer) -> None:
+    """Leave the first parameters as they are from now on."""
+    (group,) = optimizer.param_groups
+    del group["params"][:2]
+
+
+@pytest.mark.parametrize("change", [add_masters, split_groups, train_fewer])
 def test_groups_may_change_as_long_as_averaged_parameters_train(change: Any) -> None:
     """Where a parameter stands in the groups does not matter."""
     net = network()
