@@ -93,7 +93,7 @@ _NN: Final = [
         "nn/module.py",
         "order.insert(order.index(TorchModule), Module)",
         "order.insert(1, Module)",
-        _MODULE + "/test_classes.py",
+        _MODULE + "/test_override_contract.py",
     ),
     Bug(
         "fast_inference: a table that was changed is not followed",
