@@ -20,18 +20,12 @@ def layers_of(model: torch.nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, BatchNormBase)]
 
 
-def statistics_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the statistics of all batch normalization layers by canonical name.
-
-    Args:
-        model: The model.
-
-    Returns:
-        Running means and variances, and counts of batches; not copied.
-    """
-    tables = {id(layer._buffers) for layer in layers_of(model)}
+def statistics_of(named: NamedTensors) -> dict[str, Tensor]:
+    """Return running means, variances and counts of batch normalization by name; not copied."""
+    layers = (module for module in named.modules if isinstance(module, BatchNormBase))
+    tables = {id(layer._buffers) for layer in layers}
     statistics: dict[str, Tensor] = {}
-    for name, member in NamedTensors(model).buffers.items():
+    for name, member in named.buffers.items():
         # A class derived from batch normalization may have further buffers.
         if id(member.registry) in tables and member.key in _STATISTICS:
             statistics[name] = member.current()

@@ -769,7 +769,8 @@ class EMA(Generic[ModelT_co]):
             model = self.averaged_model(index)
             batch_norm.recompute(loader, model, device, call)
             with uninterrupted():
-                self._engine.averages[index].set_statistics(batch_norm.statistics_of(model))
+                statistics = batch_norm.statistics_of(NamedTensors(model))
+                self._engine.averages[index].set_statistics(statistics)
                 self._follow()
 
     @_section

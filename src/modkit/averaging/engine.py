@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from modkit._interrupts import uninterrupted
 from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
-from modkit.averaging import precision, state as ema_state
+from modkit.averaging import batch_norm, precision, state as ema_state
 from modkit.averaging.options import Options, check_index
 from modkit.averaging.recipe import Cache, Copies, Plan, Watch
 from modkit.averaging.rules import Rule
@@ -311,7 +311,9 @@ class Engine:
         if self.begun and not named.has_lazy():
             self._check_averaged(averaged)
             values = self.named(index)
-        copied = self._copies.keys() - self.averages[index].statistics.keys()
+        # The kernels of batch normalization write means and variances without a trace. That its
+        # count was written to tells of an evaluation in training mode, which is a mistake.
+        copied = self._copies.keys() - batch_norm.statistics_of(named).keys()
         return Pairing(named, values, copied, self._frozen(named, averaged))
 
     def state_dict(self) -> dict[str, Any]:
