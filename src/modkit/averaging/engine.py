@@ -209,10 +209,10 @@ class Engine:
     def _check_averaged(self, averaged: Tensors) -> None:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
         present = self.averages[0].tensors
-        new = [tensor for name, tensor in averaged.items() if name not in present]
-        is_grown = new and present.keys() <= averaged.keys()
-        is_unfrozen = self.options.trainable_only and all(tensor.requires_grad for tensor in new)
-        if is_grown and is_unfrozen and self.follows_unfrozen:
+        new = averaged.keys() - present.keys()
+        # What was there when the averages were created, and did not train.
+        is_unfrozen = new and self.options.trainable_only and new <= self._filled
+        if is_unfrozen and self.follows_unfrozen and present.keys() <= averaged.keys():
             with uninterrupted(), torch.inference_mode(False), torch.no_grad():
                 self.rebind()
             return
@@ -220,7 +220,7 @@ class Engine:
             "EMA: the model is not the one that is averaged",
             shapes_of(present),
             shapes_of(averaged),
-            end=MSG_UNFROZEN if is_grown and is_unfrozen else MSG_REBIND,
+            end=MSG_UNFROZEN if is_unfrozen else MSG_REBIND,
         )
 
     def check_filled(self, owner: str, tensors: Tensors) -> None:

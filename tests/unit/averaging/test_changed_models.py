@@ -65,6 +65,8 @@ def begun(**options: Any) -> "modkit.EMACallback[nn.Module]":
     net = network()
     net[0].requires_grad_(False)
     callback = modkit.EMACallback(net, None, 0.5, trainable_only=True, buffers="average", **options)
+    # Callbacks follow what their loop unfreezes; here it is an error, as for ``EMA`` alone.
+    callback.ema._engine.follows_unfrozen = False
     callback.step()
     set_to(net, 1.0)
     callback.step()
@@ -106,6 +108,25 @@ def test_another_model_that_is_changed_is_refused(change: str, call: str) -> Non
         OTHER[call](ema, other)
 
     assert same_state(other, before)
+
+
+@for_each("call", [call for call in OWN if call != "to"])
+def test_a_callback_follows_what_is_unfrozen_alone(call: str) -> None:
+    """Layers that are new, in its model or in another one, are an error all the same."""
+    callback = begun()
+    callback.ema._engine.follows_unfrozen = True
+    callback.model[0].requires_grad_(True)
+    OWN[call](callback)
+    assert "0.weight" in dict(callback.ema.named_averages())
+
+    other = copy.deepcopy(callback.model)
+    for model in other, callback.model:
+        model.append(nn.Linear(2, 2))
+    for read in OTHER.values():
+        with pytest.raises(NameMismatchError, match=CHANGES["gained"][1]):
+            read(callback.ema, other)
+    with pytest.raises(NameMismatchError, match=CHANGES["gained"][1]):
+        OWN[call](callback)
 
 
 @for_each("call", OTHER)
