@@ -69,17 +69,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first access.
-
-    Args:
-        name: The name of an attribute that the module does not have yet.
-
-    Returns:
-        The public object, which is an attribute from then on.
-
-    Raises:
-        AttributeError: If the name is not public.
-    """
+    """Import a public name on first access."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOMES.get(name, name)

@@ -20,15 +20,7 @@ def _texts(code: CodeType) -> Iterator[str]:
 
 
 def text_of(method: str, start: str) -> str:
-    """Return an error text of a method of torch, as the installed release has it.
-
-    Args:
-        method: The name of a method of ``torch.nn.Module``.
-        start: The first words of the text.
-
-    Returns:
-        The text; empty if this release has none that starts so.
-    """
+    """Return an error text of a method of torch, as the installed release has it."""
     # None where a patch hides torch's function.
     code = getattr(original_methods[method], "__code__", None)
     if code is None:
@@ -37,12 +29,7 @@ def text_of(method: str, start: str) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line below the error's text, where the version of Python can show one.
-
-    Args:
-        error: The exception, whose own text stays torch's.
-        note: What torch does not say.
-    """
+    """Add a line below the error's text, where the version of Python can show one."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
 
@@ -65,12 +52,6 @@ def install_extra(extra: str) -> str:
 
     Never by a name: on the package index, the name modkit belongs to another project, whose files
     would replace ours.
-
-    Args:
-        extra: The name of the extra in pyproject.toml.
-
-    Returns:
-        A sentence for the end of an error.
     """
     return (
         f'In a checkout of modkit, run `python -m pip install ".[{extra}]"`; with a wheel of it, '

@@ -22,10 +22,6 @@ def publish(path: str, *objects: object) -> None:
     """Set ``__module__`` of modkit's classes, their methods and functions to the public ``path``.
 
     Those that torch has at the same path, such as ``torch.nn.Module.to``, get torch's docstring.
-
-    Args:
-        path: The module that users import them from.
-        *objects: Classes and functions; other objects are left alone.
     """
     _publish(path, sys.modules.get(_torch_name(path)), objects)
 
@@ -67,11 +63,7 @@ def _show_docstring_of(replaced: object, function: Any) -> None:
 
 
 def publish_all(namespace: dict[str, Any]) -> None:
-    """Publish the names in a module's ``__all__``, and let ``dir()`` list nothing else.
-
-    Args:
-        namespace: The module's ``globals()``; lazily imported names may be missing.
-    """
+    """Publish the names in a module's ``__all__``, and let ``dir()`` list nothing else."""
     names = namespace["__all__"]
     publish(namespace["__name__"], *(namespace.get(name) for name in names))
     dunders = [name for name in namespace if name.startswith("__") and name.endswith("__")]
@@ -178,16 +170,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec for a module of torch's; None for a file of modkit.
-
-        Args:
-            fullname: The name of the module to import.
-            path: The folders of its package.
-            target: As for all finders; not used.
-
-        Returns:
-            A spec that this loads, or None.
-        """
+        """Return a spec for a module of torch's; None for a file of modkit."""
         # Files of modkit are found by Python: they are in the folder of the root, not below
         # aliases.
         if not fullname.startswith(f"{self._root}.") or (
@@ -207,22 +190,11 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, origin=spec.origin, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
-        """Let Python create the module that becomes a view, or is discarded.
-
-        Args:
-            spec: The spec of the module.
-
-        Returns:
-            None, which asks for an ordinary module.
-        """
+        """Let Python create the module that becomes a view, or is discarded."""
         return None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Turn a new module into a view, or replace it by torch's module.
-
-        Args:
-            module: The module that is imported.
-        """
+        """Turn a new module into a view, or replace it by torch's module."""
         name = module.__name__
         source = importlib.import_module(_torch_name(name))
         if name in self._views:
@@ -246,12 +218,7 @@ class _Finder(MetaPathFinder, Loader):
                     sys.modules.setdefault(ours, module)
 
     def become_view(self, module: types.ModuleType, source: types.ModuleType) -> None:
-        """Make a module show one of torch, and import the views below it.
-
-        Args:
-            module: The module of modkit.
-            source: The module of torch.
-        """
+        """Make a module show one of torch, and import the views below it."""
         own_names = self._views[module.__name__]
         vars(module).update(own_names)
 
@@ -271,11 +238,6 @@ def mirror(root: str, views: Mapping[str, OwnNames]) -> None:
 
     This changes nothing of torch. It adds a finder to ``sys.meta_path``, and enters the loaded
     modules of torch in ``sys.modules`` under modkit's names.
-
-    Args:
-        root: The package, ``modkit.nn`` for instance.
-        views: The names of its modules that are views, itself included, each with modkit's own
-            names and their values. All other modules below it are torch's own objects.
     """
     finder = _Finder(root, views)
     sys.meta_path.insert(0, finder)

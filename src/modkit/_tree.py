@@ -20,17 +20,6 @@ def descend(
     """Walk over all modules below ``root``, in the order of ``_modules`` and on every path.
 
     It does not recurse, so a tree may be as deep as memory allows.
-
-    Args:
-        root: Where the walk starts; it is neither entered nor left.
-        state: What ``enter`` gets for the children of ``root``, a prefix of names for instance.
-        enter: Called before the children of a module, as ``enter(name, module, state)`` with the
-            state of its parent. It returns the state of the module; None to skip the module and all
-            below it.
-        leave: Called after the children of each module that was entered, with its state.
-
-    Raises:
-        RecursionError: If a module contains itself.
     """
     # An iterator, so that the walk goes on behind a child after all that is below it.
     parent, children = root, iter(root._modules.items())
@@ -68,12 +57,5 @@ def descend(
 
 
 def refuse_cycle(module: torch.nn.Module) -> None:
-    """Raise what an endless recursion would end in, at once and with the reason.
-
-    Args:
-        module: A module that is among its own parents.
-
-    Raises:
-        RecursionError: Always.
-    """
+    """Raise what an endless recursion would end in, at once and with the reason."""
     raise RecursionError(MSG_CYCLE.format(name=type(module).__name__))

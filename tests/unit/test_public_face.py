@@ -64,6 +64,16 @@ def test_objects_show_their_public_path(path: str) -> None:
 
 
 @for_each("path", NAMESPACES)
+def test_public_objects_have_docstrings(path: str) -> None:
+    """Each public class and function, and each public method, says what it does."""
+    for _, found in public_objects(path):
+        methods = functions_of(found) if isinstance(found, type) else ()
+        public = [found, *(each for each in methods if not each.__name__.startswith("_"))]
+
+        assert [each.__qualname__ for each in public if not inspect.getdoc(each)] == []
+
+
+@for_each("path", NAMESPACES)
 def test_dir_lists_public_names_alone(path: str) -> None:
     """``dir()`` of a public namespace shows what is public, or torch's names where it shows those."""
     module = namespace(path)

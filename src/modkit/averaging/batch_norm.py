@@ -38,10 +38,8 @@ def recompute(
     device: int | str | torch.device | None = None,
     call: Callable[[Any, Any], object] | None = None,
 ) -> None:
-    """Replace the statistics of a model by those of the data; if anything raises, it is as before.
-
-    Only batch normalization runs in training mode, and each module gets its own mode back.
-    """
+    """Replace the statistics of a model by those of the data, or leave all as before."""
+    # Only batch normalization runs in training mode, and each module gets its own mode back.
     if call is not None and device is not None:
         raise ValueError("update_bn: device is for the default call; move the batches in call()")
     layers = layers_of(model)

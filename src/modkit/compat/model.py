@@ -60,32 +60,14 @@ class Target(NamedTuple):
 
 
 def packages_of(target: Target) -> set[str]:
-    """Return the names of the packages that are rewritten on modkit's side.
-
-    Args:
-        target: The model to build.
-
-    Returns:
-        The package or script of the target, and those of ``target.swap``.
-    """
+    """Return the names of the packages that are rewritten on modkit's side."""
     home = target.path.rpartition(":")[0]
     package = Path(home).stem if home.endswith(".py") else home.partition(".")[0]
     return {package, *target.swap}
 
 
 def object_at(path: str) -> Any:
-    """Import a class or function from a package or script.
-
-    Args:
-        path: ``package.module:name`` or ``path/to/script.py:name``.
-
-    Returns:
-        Something callable.
-
-    Raises:
-        TargetError: If there is no such file, module or name, or it is not callable.
-        ModuleNotFoundError: If the user's code imports another module that is not there.
-    """
+    """Import a class or function from a package or script."""
     home, _, name = path.rpartition(":")
     if not home or not name:
         raise TargetError(f"{path!r} is neither package.module:Class nor path/to/script.py:factory")
@@ -119,17 +101,7 @@ def object_at(path: str) -> Any:
 
 
 def build(target: Target) -> torch.nn.Module:
-    """Build the model with a fixed seed.
-
-    Args:
-        target: The model to build.
-
-    Returns:
-        The model.
-
-    Raises:
-        TargetError: If there is no such class or function, or it does not return a module.
-    """
+    """Build the model with a fixed seed."""
     make = object_at(target.path)
     seed()
     model = make(*target.args, **(target.kwargs or {}))
@@ -139,18 +111,7 @@ def build(target: Target) -> torch.nn.Module:
 
 
 def inputs_of(target: Target, model: torch.nn.Module) -> Inputs | None:
-    """Return the inputs of a model: the user's, or some for its first layers.
-
-    Args:
-        target: The model to build.
-        model: The model.
-
-    Returns:
-        Positional and keyword inputs; None if the layers do not tell which shape they take.
-
-    Raises:
-        TargetError: If there is no such function, or there is one beside other inputs.
-    """
+    """Return the inputs of a model: the user's, or some for its first layers."""
     # Not the seed of the model: the inputs would repeat the random numbers of its first weights.
     seed(1)
     if target.inputs and all(map(_SHAPE.fullmatch, target.inputs)):
@@ -189,15 +150,7 @@ def _described(inputs: Inputs | None) -> str:
 
 
 def checks(model: torch.nn.Module, inputs: Inputs | None) -> dict[str, Callable[[], Any] | None]:
-    """Return the functions whose outcomes are compared.
-
-    Args:
-        model: The model; checks may train copies of it, and change its mode.
-        inputs: Positional and keyword inputs, or None.
-
-    Returns:
-        The functions by the name of the check; None is skipped, as it needs inputs.
-    """
+    """Return the functions whose outcomes are compared."""
     args, kwargs = inputs or ((), {})
 
     def call(module: Any) -> Any:
@@ -279,11 +232,6 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     This is the main function of a process. It sends the name of each check as it begins, and then
     the number of modules, the outcomes and the state dict; or an exception. After it has received
     the state dict of the other side, it sends the outcome of loading that.
-
-    Args:
-        connection: The connection to the process of the command line.
-        name: The library.
-        target: The model to build.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
@@ -327,20 +275,7 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
 def compare(
     target: Target, progress: Callable[[str], object] = lambda check: None
 ) -> tuple[str, list[Result]]:
-    """Build the model on torch and on modkit, and compare.
-
-    Args:
-        target: The model to build.
-        progress: Called with the name of each check when torch begins it.
-
-    Returns:
-        A title, and a result for each check.
-
-    Raises:
-        TargetError: If the target or the inputs do not exist, the model uses modkit already, or a
-            package of ``target.swap`` uses nothing that modkit replaces.
-        RuntimeError: If the model cannot be built on torch, or a process ended.
-    """
+    """Build the model on torch and on modkit, and compare."""
     # Not forked: a new process has imported nothing of the user's.
     context = multiprocessing.get_context("spawn")
     connections: list[Connection] = []
@@ -407,12 +342,6 @@ def failed(results: Sequence[Result]) -> bool:
     """Return True if a check differs, or the model could not be called or loaded on either side.
 
     ``torch.compile``, ``torch.fx`` and ``torch.export`` refuse many models, which is not a failure.
-
-    Args:
-        results: A result for each check.
-
-    Returns:
-        True if the command must fail.
     """
     kinds = {result.case: result.kind for result in results}
     needed = [kind for check, kind in kinds.items() if not check.startswith("torch.")]

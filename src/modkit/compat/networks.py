@@ -10,13 +10,6 @@ def define(nn: Any, home: str) -> dict[str, type]:
     """Define the networks for one library.
 
     The base class is known only when this is called, so the classes are made here.
-
-    Args:
-        nn: ``torch.nn`` or ``modkit.nn``.
-        home: The name of the module that the classes say they are from, for pickles.
-
-    Returns:
-        The classes by name.
     """
 
     class Block(nn.Module):

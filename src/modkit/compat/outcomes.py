@@ -56,11 +56,7 @@ class Library:
         return sys.modules[name]
 
     def net(self) -> Any:
-        """Return a new standard network, bitwise identical each time.
-
-        Returns:
-            The network, in training mode.
-        """
+        """Return a new standard network, bitwise identical each time."""
         # For no device: the network is on the CPU, and others need not be initialized.
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(1)
@@ -68,14 +64,7 @@ class Library:
 
 
 def plain(text: str) -> str:
-    """Return a text without addresses, and with one name for the networks of both libraries.
-
-    Args:
-        text: The text of an exception, a warning or a ``repr()``.
-
-    Returns:
-        The text that is compared.
-    """
+    """Return a text without addresses, and with one name for the networks of both libraries."""
     return _ADDRESS.sub("0x", re.sub(r"nets_on_(torch|modkit)", "nets", text))
 
 
@@ -102,14 +91,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def freeze_tensor(tensor: torch.Tensor) -> str:
-    """Describe a tensor: kind, dtype, device, shape, bits, and whether it requires grad.
-
-    Args:
-        tensor: Any tensor; its strides do not count.
-
-    Returns:
-        A line of text, with the elements if there are few.
-    """
+    """Describe a tensor: kind, dtype, device, shape, bits, and whether it requires grad."""
     kind = "Parameter" if isinstance(tensor, torch.nn.Parameter) else "Tensor"
     if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
         return f"uninitialized {kind} {tensor.dtype}"
@@ -158,14 +140,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
 
 
 def freeze(value: Any) -> Any:
-    """Turn a value into plain data that compares bitwise.
-
-    Args:
-        value: What a function returns. An iterator is used up.
-
-    Returns:
-        Text, numbers, lists and dicts. Objects of both libraries that mean the same are equal.
-    """
+    """Turn a value into plain data that compares bitwise."""
     if isinstance(value, torch.Tensor):
         return freeze_tensor(value)
     if isinstance(value, torch.nn.Module):
@@ -195,14 +170,7 @@ def freeze(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """Return the values in nested mappings, lists, tuples and dataclasses.
-
-    Args:
-        value: What a network returns.
-
-    Returns:
-        The values, of any type.
-    """
+    """Return the values in nested mappings, lists, tuples and dataclasses."""
     if isinstance(value, collections.abc.Mapping):
         value = list(value.values())
     elif fields := _fields(value):
@@ -213,11 +181,7 @@ def leaves(value: Any) -> list[Any]:
 
 
 def seed(number: int = 0) -> None:
-    """Seed the generators of Python, torch and NumPy, the last only if it has been imported.
-
-    Args:
-        number: The seed.
-    """
+    """Seed the generators of Python, torch and NumPy, the last only if it has been imported."""
     random.seed(number)
     torch.manual_seed(number)
     numpy: Any = sys.modules.get("numpy")
@@ -229,13 +193,6 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
     """Call a function and return its frozen value or exception, and then its warnings.
 
     The random state is that of a fixed seed. Notes that modkit adds to exceptions are not compared.
-
-    Args:
-        function: Any function.
-        *arguments: Its arguments.
-
-    Returns:
-        ``("returns", value, warnings)`` or ``("raises", type, text, warnings)``.
     """
     # The generator itself: ``torch.manual_seed`` also seeds every accelerator, which takes longer.
     torch.default_generator.manual_seed(0)
@@ -252,16 +209,7 @@ def outcome(function: Callable[..., Any], *arguments: Any) -> Outcome:
 
 
 def difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first place at which two frozen values differ, and both values.
-
-    Args:
-        left: A frozen value.
-        right: Another one.
-        path: The place of both in the values that are compared.
-
-    Returns:
-        The path and the values there; None if they are equal.
-    """
+    """Return the first place at which two frozen values differ, and both values."""
     if type(left) is type(right) and isinstance(left, (dict, list, tuple)):
         if isinstance(left, dict) and list(left) != list(right):
             return difference(list(left), list(right), f"{path} keys")

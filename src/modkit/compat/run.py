@@ -42,16 +42,7 @@ class Result(NamedTuple):
 
 
 def run_case(area: str, name: str, case: Case) -> Result:
-    """Run one case with both libraries.
-
-    Args:
-        area: Subject of the case.
-        name: Its name.
-        case: A function of a ``Library``.
-
-    Returns:
-        Both outcomes. A listed difference that is gone, or is another one, counts as unlisted.
-    """
+    """Run one case with both libraries."""
     left = outcome(case, Library("torch"))
     right = outcome(case, Library("modkit"))
 
@@ -71,15 +62,7 @@ def run_case(area: str, name: str, case: Case) -> Result:
 def run(
     chosen: Collection[str] = (), progress: Callable[[float], object] = lambda fraction: None
 ) -> list[Result]:
-    """Run the cases of some areas.
-
-    Args:
-        chosen: Names of areas, by default all.
-        progress: Called after each case with the completed fraction.
-
-    Returns:
-        A result for each case.
-    """
+    """Run the cases of some areas."""
     cases = [
         (area, name, case)
         for area, named_cases in areas().items()
@@ -147,11 +130,7 @@ class Report:
     by_area: bool
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the number of cases and of each kind by area.
-
-        Returns:
-            The numbers by area; the sum comes last, as ``all``.
-        """
+        """Return the number of cases and of each kind by area."""
         counts: dict[str, dict[str, int]] = {}
         for area in [*dict.fromkeys(result.area for result in self.results), "all"]:
             kinds = [result.kind for result in self.results if area in {result.area, "all"}]
@@ -159,11 +138,7 @@ class Report:
         return counts
 
     def tables(self) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-        """Yield each table.
-
-        Yields:
-            Title, headings and rows.
-        """
+        """Yield each table."""
         versions = ", ".join(map(" ".join, self.versions().items()))
         if self.by_area:
             headings = ("area", "cases", "equal", "listed differences", "unlisted differences")
@@ -186,20 +161,12 @@ class Report:
                 yield f"{kind.capitalize()} differences", headings, rows
 
     def versions(self) -> dict[str, str]:
-        """Return the versions of modkit, torch and Python.
-
-        Returns:
-            The versions by name.
-        """
+        """Return the versions of modkit, torch and Python."""
         python = platform.python_version()
         return {"modkit": __version__, "torch": torch.__version__, "Python": python}
 
     def as_json(self) -> dict[str, Any]:
-        """Return all results as plain data.
-
-        Returns:
-            The document that ``--json`` prints.
-        """
+        """Return all results as plain data."""
         results = [
             {
                 **result._asdict(),

@@ -111,11 +111,7 @@ class Suite:
     seconds: float | None = None
 
     def command(self, cache: Path) -> list[str]:
-        """Return the command of a run.
-
-        Args:
-            cache: Folder for the cache of pytest, which is not that of the project.
-        """
+        """Return the command of a run."""
         # The hook that rewrites assertions would read the files itself, without modkit in them.
         command = [sys.executable, "-c", _START, "-q", "--assert=plain", "--tb=short"]
         # Without the plugin of the cache, its options and fixture would be errors. A project whose
@@ -188,12 +184,6 @@ def recorded(folder: Path) -> Recorded:
     """Read what all processes of a run have written.
 
     A test that started and did not end is "cut off": its process crashed or was stopped.
-
-    Args:
-        folder: Folder with one ``.jsonl`` file per process.
-
-    Returns:
-        The merged records. The number of collected tests is the largest of any process.
     """
     record = Recorded({}, {}, set(), 0, finished=False)
     for file in sorted(folder.glob("*.jsonl")):
@@ -227,22 +217,7 @@ def run(
     tests: Sequence[str] = (),
     progress: Callable[[float], object] = lambda fraction: None,
 ) -> Recorded:
-    """Run a suite, or some of its tests, in a new process.
-
-    Args:
-        suite: The suite.
-        swap: If True, modules of the suite import modkit.
-        folder: Folder for the outcomes and the log, which is created.
-        tests: Ids of records; if there are any, the other tests of the suite do not run.
-        progress: Called with the fraction of the tests that have run.
-
-    Returns:
-        The outcomes by test id.
-
-    Raises:
-        SuiteError: If pytest could not run: wrong arguments, no tests, or without ``keep_going`` a
-            file that cannot be collected or a process that crashed.
-    """
+    """Run a suite, or some of its tests, in a new process."""
     folder.mkdir(parents=True, exist_ok=True)
     options = Options(str(folder))
     if swap:
@@ -347,15 +322,7 @@ def _failure(status: int, record: Recorded, folder: Path, side: str) -> str:
 
 
 def require_a_test(outcomes: Outcomes) -> None:
-    """Refuse a suite of which nothing ran on torch: both sides would be equal, and say nothing.
-
-    Args:
-        outcomes: Outcomes on torch.
-
-    Raises:
-        SuiteError: If every test was skipped, failed in its setup, was cut off, or could not be
-            collected.
-    """
+    """Refuse a suite of which nothing ran on torch: both sides would be equal, and say nothing."""
     if not {outcome.outcome for outcome in outcomes.values()} <= _NOTHING_RAN:
         return
     counts = ", ".join(f"{number} {word}" for word, number in counted(outcomes).items())
@@ -384,12 +351,7 @@ def listed_difference(torch: Outcome, modkit: Outcome) -> str:
 
 
 def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
-    """Return why a difference in the first run is not one of modkit, or an empty string.
-
-    Args:
-        torch: Outcomes of the test on torch: the first run, then the repeated ones.
-        modkit: Outcomes on modkit.
-    """
+    """Return why a difference in the first run is not one of modkit, or an empty string."""
     # A test that a repeated run lacks was not repeated.
     if NOT_RUN in {*torch[1:], *modkit[1:]}:
         return ""
@@ -406,16 +368,7 @@ def unsteady(torch: Sequence[Outcome], modkit: Sequence[Outcome]) -> str:
 def repeated(
     suites: Mapping[str, Suite], firsts: Mapping[str, Outcomes], folder: Path
 ) -> dict[str, dict[str, list[Outcome]]]:
-    """Run the tests again whose outcomes differ between the sides.
-
-    Args:
-        suites: The suite of each side; the one of "torch" runs without swapped imports.
-        firsts: The outcomes of the first run by side.
-        folder: Folder for what is recorded.
-
-    Returns:
-        The outcomes of each such test by side: the first run, then the repeated ones.
-    """
+    """Run the tests again whose outcomes differ between the sides."""
     doubtful = differing(firsts)
     runs = {test: {side: [firsts[side].get(test, NOT_RUN)] for side in suites} for test in doubtful}
     for repeat in range(REPEATS if doubtful else 0):
@@ -434,20 +387,7 @@ def repeated(
 def compare_suite(
     suite: Suite, progress: Callable[[float], object] = lambda fraction: None
 ) -> SuiteReport:
-    """Run a suite on torch and on modkit, run what differs again, and compare.
-
-    Args:
-        suite: The suite.
-        progress: Called with the completed fraction of the two first runs.
-
-    Returns:
-        Counts for each side, and the outcomes of each test that differed.
-
-    Raises:
-        SuiteError: If pytest or pytest-xdist is missing, a run fails as described at :func:`run`,
-            no test ran on torch, or the suite, or one of ``packages``, uses nothing that modkit
-            replaces.
-    """
+    """Run a suite on torch and on modkit, run what differs again, and compare."""
     needed = {"pytest": "--tests", **({"xdist": "-n"} if suite.processes else {})}
     for module, option in needed.items():
         if importlib.util.find_spec(module) is None:

@@ -20,15 +20,6 @@ def swap_source(source: str) -> str:
     on its line. Names that modkit lacks are not changed, and neither are strings, such as the
     target of ``mock.patch``; before Python 3.12, that holds for f-strings, too.
 
-    Args:
-        source: Python source of one file.
-
-    Returns:
-        The rewritten source; ``source`` itself if it uses none of these names.
-
-    Raises:
-        SyntaxError: If the source cannot be parsed.
-
     Example:
         >>> print(swap_source("from torch import nn, optim"))
         from torch import optim; from modkit import nn
@@ -80,29 +71,14 @@ class _Lines:
             self.starts.append(self.starts[-1] + len(line) + 1)
 
     def span(self, node: ast.stmt | ast.expr | ast.alias) -> tuple[int, int]:
-        """Return where the text of a node starts and ends.
-
-        Args:
-            node: A node with a position.
-
-        Returns:
-            The offsets in bytes.
-        """
+        """Return where the text of a node starts and ends."""
         assert node.end_lineno is not None
         assert node.end_col_offset is not None
         start = self.starts[node.lineno - 1] + node.col_offset
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def import_at_top(self, tree: ast.Module, statement: str) -> Edit:
-        """Return the edit that imports below the docstring and ``__future__``.
-
-        Args:
-            tree: The file.
-            statement: The import.
-
-        Returns:
-            An edit that adds no line, except above a file that begins with a compound statement.
-        """
+        """Return the edit that imports below the docstring and ``__future__``."""
         before = int(ast.get_docstring(tree, clean=False) is not None)
         while getattr(tree.body[before], "module", None) == "__future__":
             before += 1

@@ -31,12 +31,7 @@ UNTOUCHED: Final = "none of its modules was imported, or none uses torch.nn, so 
 
 
 def untouched(packages: Iterable[str], swapped: Iterable[str]) -> list[str]:
-    """Return the packages of which no module was rewritten.
-
-    Args:
-        packages: The packages that were to be rewritten.
-        swapped: Names of the modules that were.
-    """
+    """Return the packages of which no module was rewritten."""
     names = [f"{name}." for name in swapped]
     return [p for p in packages if not any(name.startswith(f"{p}.") for name in names)]
 
@@ -75,9 +70,6 @@ class SwappedImports:
         The source is rewritten where Python's loader reads it. Type checkers such as typeguard,
         jaxtyping and beartype have loaders that derive from it, and tests load scripts with
         ``importlib.util.spec_from_file_location``: no finder sees these.
-
-        Returns:
-            A function that ends this.
         """
         get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
@@ -116,12 +108,7 @@ class SwappedImports:
         return swapped.encode(tokenize.detect_encoding(io.BytesIO(data).readline)[0])
 
     def rewrites(self, name: str, path: str) -> bool:
-        """Return True if a module is rewritten.
-
-        Args:
-            name: Name of the module.
-            path: Its file.
-        """
+        """Return True if a module is rewritten."""
         if not path.endswith(".py"):
             return False
         if any(f"{name}.".startswith(f"{package}.") for package in self._packages):

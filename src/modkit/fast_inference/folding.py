@@ -28,15 +28,7 @@ _CONDITION: Final = "not is_grad_enabled() and x.dim() == len(self.kernel_size) 
 
 
 def folds_of(model: nn.Module, modules: list[nn.Module]) -> dict[int, Call]:
-    """Return the functions of all convolutions and BatchNorms to fold.
-
-    Args:
-        model: The model of the block.
-        modules: Its modules, except compiled and scripted ones.
-
-    Returns:
-        The functions by the identity of the layer.
-    """
+    """Return the functions of all convolutions and BatchNorms to fold."""
     holders = {id(child): (m, name) for m in modules for name, child in m._modules.items()}
     uses = Counter(id(child) for m in modules for child in m._modules.values())
 

@@ -204,9 +204,6 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
     """Read a computation from the source of ``forward``, if that is one expression.
 
     This keeps up with the releases of torch: what a layer computes is written there alone.
-
-    Returns:
-        The computation; None if torch's own path is to be taken.
     """
     try:
         definition: Any = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
@@ -268,53 +265,25 @@ CONTAINER: Final = Kind(Layer("x"), nn.Sequential.forward, (("__iter__", nn.Sequ
 
 
 def is_container(cls: Any) -> bool:
-    """Return True if modules of a class pass their input through their children, one by one.
-
-    Args:
-        cls: A class of modules.
-
-    Returns:
-        True for ``Sequential``, and for subclasses that call their children as it does.
-    """
+    """Return True if modules of a class pass their input through their children, one by one."""
     functions = [("forward", CONTAINER.forward), *CONTAINER.methods]
     same = all(getattr(cls, name, None) is function for name, function in functions)
     return same and _is_of_torch(CONTAINER.forward) and is_standard(cls)
 
 
 def has_own_forward(cls: Any) -> bool:
-    """Return True if a class implements ``forward``, and leaves to torch how it is called.
-
-    Args:
-        cls: A class of modules.
-
-    Returns:
-        False for a class that inherits the ``forward`` of ``Module``, which raises.
-    """
+    """Return True if a class implements ``forward``, and leaves to torch how it is called."""
     return is_standard(cls) and not _has(cls, "forward")
 
 
 def is_standard(cls: Any) -> bool:
-    """Return True if a class has torch's own call path and attribute access.
-
-    Args:
-        cls: A class of modules.
-
-    Returns:
-        False if it overrides a method of either.
-    """
+    """Return True if a class has torch's own call path and attribute access."""
     called_by_torch = _has(cls, "__call__", "_call_impl", "_compiled_call_impl")
     return called_by_torch and finds_members_as_torch(cls)
 
 
 def finds_members_as_torch(cls: Any) -> bool:
-    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``.
-
-    Args:
-        cls: A class of modules.
-
-    Returns:
-        False if members may be found in another way than in torch's tables.
-    """
+    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``."""
     return _has(cls, "__getattr__") and cls.__getattribute__ is object.__getattribute__
 
 

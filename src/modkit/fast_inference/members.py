@@ -146,11 +146,7 @@ class Binding:
                 state[name] = mirrored[name] = value
 
     def bind(self, call: Callable[..., Any] | None) -> None:
-        """Set the function that torch calls instead of the hooks and ``forward``.
-
-        Args:
-            call: The function; None for a module that has none.
-        """
+        """Set the function that torch calls instead of the hooks and ``forward``."""
         if call is not None and self.is_open:
             self._call = self._state[CALL_SLOT] = call
 
@@ -178,11 +174,7 @@ class Binding:
                 del state[key]
 
     def state_of_copies(self) -> Any:
-        """Return the module's state outside the block, for copies and pickles.
-
-        Returns:
-            What ``__getstate__`` of the class returns, without entries of the block.
-        """
+        """Return the module's state outside the block, for copies and pickles."""
         state: Any = type(self.module).__getstate__(self.module)
         if not isinstance(state, dict):
             return state
@@ -197,12 +189,6 @@ class Binding:
         """Copy the module without the block's entries.
 
         The ``__deepcopy__`` of parametrized classes copies ``__dict__`` as it is.
-
-        Args:
-            memo: The memo of ``copy.deepcopy``.
-
-        Returns:
-            The copy.
         """
         ours = self._entries()
         for key in ours:
@@ -223,11 +209,7 @@ class Binding:
         }
 
     def refuse_to_replicate(self) -> NoReturn:
-        """Raise, since replicas copy ``__dict__`` with the members of this module.
-
-        Raises:
-            RuntimeError: Always.
-        """
+        """Raise, since replicas copy ``__dict__`` with the members of this module."""
         name = type(self.module).__name__
         raise RuntimeError(
             f"DataParallel cannot replicate {name} inside fast_inference(): the replicas would use "

@@ -90,15 +90,6 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
     takes as long as torch's own calls. The source has a local variable for each attribute and one
     line for each layer. Sequences of the same classes share it: what differs are the arguments of
     the factory.
-
-    Args:
-        shape: The computation of each step, and the number of its class.
-        parameters: The names of modules, dicts, classes and functions that the source uses.
-        owned: Whether the function is that of the first module, whose own path is the plain one.
-        runs: Whether the argument ``run`` computes the result.
-
-    Returns:
-        The function ``make`` of the source.
     """
     arguments = shape[0][0].layer.arguments
     names = [(name, i) for i, (kind, _) in enumerate(shape) for name in kind.layer.names]
@@ -190,16 +181,7 @@ def _numbered(source: str, number: int) -> str:
 
 
 def function_of(steps: Sequence[Step], plain: Call | None = None, run: Call | None = None) -> Call:
-    """Return the function of a run.
-
-    Args:
-        steps: The layers, and before those of a container the container itself.
-        plain: Computes the same by calls of modules, by default the first module's own path.
-        run: Computes the result in place of the steps.
-
-    Returns:
-        The function, which takes the arguments of the first layer.
-    """
+    """Return the function of a run."""
     # Each class gets a number; the checks of a class are made once for all of its layers.
     numbers: dict[type, int] = {}
     values: dict[str, Any] = {"plain": plain, "run": run}
@@ -226,12 +208,6 @@ def user_function(module: nn.Module) -> Call:
     It reads at each call what ``Module._call_impl`` reads, and leaves the call to that if it finds
     hooks, an override or tracing. Tables are looked up again, because libraries replace as well as
     fill them.
-
-    Args:
-        module: The module.
-
-    Returns:
-        The function, which calls ``forward``.
     """
     state = module.__dict__
 
@@ -262,16 +238,7 @@ def user_function(module: nn.Module) -> Call:
 
 
 def container_function(module: nn.Module, covered: set[int]) -> Call | None:
-    """Return the function of a container.
-
-    Args:
-        module: The container.
-        covered: Gets the identities of the modules in its runs.
-
-    Returns:
-        One run if that is possible, or a function that calls runs and other modules one by one;
-        None if the container is left to torch.
-    """
+    """Return the function of a container."""
     table = module.__dict__.get("_modules")
     if type(table) is not Table or None in table.values():
         return None

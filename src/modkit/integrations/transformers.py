@@ -432,18 +432,7 @@ def _mark(step: int) -> dict[str, Any]:
 
 
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file.
-
-    Args:
-        folder: The checkpoint.
-        step: The global step of the checkpoint; None if it is unknown.
-
-    Returns:
-        The content, with its tensors on the CPU.
-
-    Raises:
-        ValueError: If the file cannot be read, is of a later version, or is of another step.
-    """
+    """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file."""
     path = folder / FILE
     if not path.exists():
         return None

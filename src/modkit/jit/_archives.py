@@ -27,18 +27,7 @@ ExtraFiles = Mapping[str, str | bytes]
 
 
 def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]:
-    """Return the given extra files, and that of modkit if the module needs it.
-
-    Args:
-        module: A ScriptModule.
-        given: Extra files of the user, name to content.
-
-    Returns:
-        The files to write. That of modkit lists the buffers that are not persistent.
-
-    Raises:
-        TypeError: If a content is neither str nor bytes.
-    """
+    """Return the given extra files, and that of modkit if the module needs it."""
     files = dict(given or {})
     for name, content in files.items():
         if not isinstance(cast("object", content), (str, bytes, bytearray)):
@@ -58,33 +47,12 @@ def with_record(module: Any, given: ExtraFiles | None) -> dict[str, str | bytes]
 
 
 def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
-    """Write a ScriptModule of modkit.
-
-    Args:
-        module: The module.
-        target: A path, or a file that is open for writing.
-        files: Extra files of the user, name to content.
-
-    Raises:
-        TypeError: If an extra file is neither str nor bytes.
-        RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
-        OSError: If the file cannot be written.
-    """
+    """Write a ScriptModule of modkit."""
     save_compiled(module._c, target, with_record(module, files))
 
 
 def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
-    """Write an object that C++ serializes to an open file, or atomically to a path.
-
-    Args:
-        compiled: The module or function of C++.
-        target: A path, or a file that is open for writing.
-        files: All extra files, name to content.
-
-    Raises:
-        RuntimeError: If the folder does not exist, or compiled code calls a method of Python.
-        OSError: If the file cannot be written.
-    """
+    """Write an object that C++ serializes to an open file, or atomically to a path."""
     is_path = isinstance(target, (str, os.PathLike))
     path = Path(cast("os.PathLike[str]", target)).absolute() if is_path else None
     if path is not None and not path.parent.is_dir():
@@ -102,20 +70,7 @@ def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
 def read(
     archive: VerifiedArchive, map_location: Any, files: Iterable[str], restore_shapes: bool
 ) -> tuple[Any, dict[str, bytes]]:
-    """Read the C++ module in an archive, and the contents of extra files.
-
-    Args:
-        archive: The archive, whose checksums were verified.
-        map_location: Device of the tensors; None for where each was when it was saved.
-        files: Names of extra files to read, beside that of modkit.
-        restore_shapes: Run the module with the inputs that it was traced with.
-
-    Returns:
-        The C++ module, and the files by name; one that the archive lacks is empty.
-
-    Raises:
-        RuntimeError: If torch cannot load the archive, or this release of it reads no TorchScript.
-    """
+    """Read the C++ module in an archive, and the contents of extra files."""
     if import_module is None:
         raise RuntimeError("this release of torch reads no TorchScript")
 
@@ -133,15 +88,7 @@ def read(
 
 
 def finish(module: Any, note: bytes | str) -> Any:
-    """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists.
-
-    Args:
-        module: The wrapper of a loaded C++ module.
-        note: The content of ``modkit.json``, empty if the archive has none.
-
-    Returns:
-        The module itself.
-    """
+    """Make Parameters of loaded tensors, and mark the buffers that ``modkit.json`` lists."""
     make_parameters(module)
     try:
         transient = json.loads(note)["non_persistent_buffers"].items()

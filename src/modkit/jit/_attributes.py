@@ -98,14 +98,7 @@ CONTAINER: Final = "__container"
 
 
 def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = None) -> None:
-    """Make a module the wrapper of a C++ module.
-
-    Args:
-        module: An instance with the state of a new module.
-        cpp: The C++ module.
-        children: The wrappers of its children, by name.
-        concrete_type: The description of its type, by default asked of C++.
-    """
+    """Make a module the wrapper of a C++ module."""
     state = module.__dict__
     state.pop("training", None)
     state["_c"] = cpp
@@ -119,18 +112,7 @@ def bind(module: Any, cpp: Any, children: dict[str, Any], concrete_type: Any = N
 
 
 def find(module: Any, name: str) -> Any:
-    """Return what ``name`` is in C++: a child, an attribute, a method or a property's value.
-
-    Args:
-        module: A compiled module of modkit.
-        name: A name that is not in the instance's own dict.
-
-    Returns:
-        The value. A method is then kept in the dict, where the next access finds it.
-
-    Raises:
-        AttributeError: If there is no such name, in torch's words.
-    """
+    """Return what ``name`` is in C++: a child, an attribute, a method or a property's value."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in children:
@@ -152,17 +134,7 @@ def find(module: Any, name: str) -> Any:
 
 
 def assign(module: Any, name: str, value: Any) -> None:
-    """Set what ``name`` is in C++, or a plain attribute that C++ does not know.
-
-    Args:
-        module: A compiled module of modkit.
-        name: The name.
-        value: The value, of the type that was compiled.
-
-    Raises:
-        AttributeError: If the name is a constant of the code.
-        RuntimeError: If the value has another type, or is a new parameter, buffer or child.
-    """
+    """Set what ``name`` is in C++, or a plain attribute that C++ does not know."""
     state = module.__dict__
     cpp, children = state["_c"], state["_modules"]
     if name in BOOKKEEPING:
@@ -192,14 +164,7 @@ def assign(module: Any, name: str, value: Any) -> None:
 
 
 def kind(module: Any) -> str | None:
-    """Return the kind of container that a module was compiled from.
-
-    Args:
-        module: A ScriptModule of modkit.
-
-    Returns:
-        "sequence", "mapping", or None for what is not a container.
-    """
+    """Return the kind of container that a module was compiled from."""
     if CONTAINER in module.__dict__:
         return cast("str", module.__dict__[CONTAINER])
     # Its class is not in an archive; the compiler gives containers only __len__ and __contains__.
@@ -216,19 +181,7 @@ def kind(module: Any) -> str | None:
 
 
 def item(module: Any, index: Any) -> Any:
-    """Return the child of a container at an index, or a container of those in a slice.
-
-    Args:
-        module: A compiled container.
-        index: A key of a mapping; an integer or a slice of a sequence.
-
-    Returns:
-        The wrapper of the child, or a container of torch with several of them.
-
-    Raises:
-        KeyError: If the mapping has no such key.
-        IndexError: If the sequence is shorter.
-    """
+    """Return the child of a container at an index, or a container of those in a slice."""
     children: Children = module.__dict__["_modules"]
     if kind(module) == "mapping":
         return children[index]
@@ -245,14 +198,7 @@ def item(module: Any, index: Any) -> Any:
 
 
 def plain_state(module: Any) -> dict[str, Any]:
-    """Return the entries of the instance's own dict that are neither compiled nor views.
-
-    Args:
-        module: A compiled module of modkit.
-
-    Returns:
-        The bookkeeping of a module, hooks among it, and plain attributes.
-    """
+    """Return the entries of the instance's own dict that are neither compiled nor views."""
     views = {"_c", "_concrete_type", "_parameters", "_buffers", "_modules"}
     return {
         name: value

@@ -27,14 +27,7 @@ _HOOKS: Final = (
 
 
 def shallow(module: Any) -> Any:
-    """Return a module of the same class that shares the tensors and the children.
-
-    Args:
-        module: A ScriptModule of modkit, compiled or not.
-
-    Returns:
-        The copy, with hook tables of its own.
-    """
+    """Return a module of the same class that shares the tensors and the children."""
     new = blank(type(module))
     if "_c" not in module.__dict__:
         new.__dict__.update(module.__dict__)
@@ -53,15 +46,7 @@ def shallow(module: Any) -> Any:
 
 
 def deep(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled.
-
-    Args:
-        module: A ScriptModule of modkit, compiled or not.
-        memo: The memo of ``copy.deepcopy``.
-
-    Returns:
-        The copy, with ties, leaves, gradients, hooks and plain attributes.
-    """
+    """Return a copy of the tree, as ``copy.deepcopy`` does for modules that are not compiled."""
     if "_c" not in module.__dict__:
         new = memo[id(module)] = blank(type(module))
         new.__dict__.update(copy.deepcopy(module.__dict__, memo))

@@ -30,14 +30,7 @@ WRAPPERS: Final[dict[type, Any]] = dict.fromkeys(
 
 
 def blank(cls: Any) -> Any:
-    """Return an instance with the state of a new module, whose constructor has not run.
-
-    Args:
-        cls: A class of modules.
-
-    Returns:
-        The instance.
-    """
+    """Return an instance with the state of a new module, whose constructor has not run."""
     module = cls.__new__(cls)
     # Not by its ``__setattr__``, which asks the C++ module that is not there yet.
     module.__dict__.update(vars(torch.nn.Module()))
@@ -45,15 +38,7 @@ def blank(cls: Any) -> Any:
 
 
 def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
-    """Return a new wrapper of a C++ module, with wrappers of all below it.
-
-    Args:
-        cpp: The C++ module.
-        memo: The wrappers of this tree so far, by C++ module; a shared one gets one wrapper.
-
-    Returns:
-        A RecursiveScriptModule of modkit.
-    """
+    """Return a new wrapper of a C++ module, with wrappers of all below it."""
     memo = {} if memo is None else memo
     if cpp in memo:
         return memo[cpp]
@@ -64,12 +49,7 @@ def wrap_cpp(cpp: Any, memo: dict[Any, Any] | None = None) -> Any:
 
 
 def rewrap(module: Any, cpp: Any) -> None:
-    """Make a module the wrapper of another C++ module; the children are new.
-
-    Args:
-        module: A compiled module of modkit.
-        cpp: The other C++ module.
-    """
+    """Make a module the wrapper of another C++ module; the children are new."""
     for name, value in tuple(module.__dict__.items()):
         if isinstance(value, ScriptMethod):
             del module.__dict__[name]
@@ -77,11 +57,7 @@ def rewrap(module: Any, cpp: Any) -> None:
 
 
 def attach_compiled_hooks(module: Any) -> None:
-    """Register the compiled hooks, so that a call from Python runs them.
-
-    Args:
-        module: The wrapper of a C++ module that may have hooks.
-    """
+    """Register the compiled hooks, so that a call from Python runs them."""
     for hook in module._c._get_forward_pre_hooks():
         module.register_forward_pre_hook(hook)
     for hook in module._c._get_forward_hooks():
@@ -93,15 +69,6 @@ def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = No
 
     It forgets which buffers are not persistent, which children are one module, and what kind of
     container a module is.
-
-    Args:
-        script: A module of torch of one of the classes in ``WRAPPERS``, with all below it. A child
-            of a user's class stays as it is, since it has methods in Python.
-        source: The module that it was compiled from, if that is known.
-        memo: The wrappers of this tree so far: by C++ module, and by the ``id`` of the source.
-
-    Returns:
-        A ScriptModule of modkit that shares all state with ``script``.
     """
     memo = {} if memo is None else memo
     if script._c in memo:
@@ -132,16 +99,7 @@ def wrap_torch(script: Any, source: Any = None, memo: dict[Any, Any] | None = No
 
 
 def wrap_children(inner: Any, source: Any, memo: dict[Any, Any]) -> dict[str, Any]:
-    """Return the wrappers of the children; those that were one module become one again.
-
-    Args:
-        inner: A wrapper of torch.
-        source: The module that it was compiled from, if that is known.
-        memo: The wrappers of this tree so far, as for ``wrap_torch``.
-
-    Returns:
-        The wrappers by name.
-    """
+    """Return the wrappers of the children; those that were one module become one again."""
     children: dict[str, Any] = {}
     for name, child in inner.__dict__["_modules"].items():
         # The children of a module that torch has compiled are a mapping without ``get``.
@@ -164,9 +122,6 @@ def make_parameters(module: Any) -> None:
     """Make a Parameter of each leaf that C++ has as a parameter, tied ones staying tied.
 
     C++ returns plain tensors, and tools tell parameters from other tensors by their class.
-
-    Args:
-        module: The root of a tree of wrappers.
     """
     made: dict[int, tuple[torch.Tensor, Parameter]] = {}
     for owner in module.modules():

@@ -83,9 +83,6 @@ def give_notice(function: str) -> None:
 
     Filters for torch's warning hold, whether they have its text or its module: a program whose
     other warnings are errors has one, and does not know of modkit.
-
-    Args:
-        function: The public function that was called.
     """
     if _given:
         return
@@ -98,14 +95,7 @@ def give_notice(function: str) -> None:
 
 
 def message(function: str) -> str:
-    """Return the text of the notice: torch's first words, and what holds for modkit.
-
-    Args:
-        function: The public function that was called.
-
-    Returns:
-        One paragraph.
-    """
+    """Return the text of the notice: torch's first words, and what holds for modkit."""
     problem = "is deprecated."
     if sys.version_info >= _UNSUPPORTED:
         problem = "is not supported in Python 3.14+ and may break."
@@ -117,9 +107,6 @@ def without_warnings_of_torch() -> Generator[None, None, None]:
     """Silence torch's warnings that TorchScript is deprecated, and no others.
 
     The compiler calls the public functions, once for each function that it compiles.
-
-    Yields:
-        Nothing.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is (deprecated|not supported)")

@@ -76,10 +76,8 @@ def run_load(
     assign: bool = False,
     misfits: dict[str, str] | None = None,
 ) -> Load:
-    """Load a state dict; return the load, with the keys that did not match.
-
-    With ``misfits``, entries that do not fit are no errors: it gets their keys, with the reason.
-    """
+    """Load a state dict; return the load, with the keys that did not match."""
+    # Entries that do not fit are errors without ``misfits``, which gets their keys and the reason.
     if not isinstance(cast("object", state_dict), Mapping):
         raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     state_dict = read_once(state_dict)

@@ -309,16 +309,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     def _paired(
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
-        """Pair the tensors of the copy with those of a model by name.
-
-        Returns:
-            Averages by name, the model's present values by name, copies, and both sets of tensors.
-
-        Raises:
-            TypeError: If ``model`` is not a module.
-            NameMismatchError: If names, shapes or ties do not match.
-            ValueError: If the average was cast to fewer bits than ``precision`` promises.
-        """
+        """Pair the tensors of the copy with those of a model by name."""
         if not hasattr(model, "_modules"):
             raise TypeError(
                 "AveragedModel.update_parameters(): model must be a torch.nn.Module, got "

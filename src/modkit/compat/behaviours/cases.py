@@ -14,16 +14,7 @@ Uses = Mapping[str, Callable[[Any], Any]]
 
 
 def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
-    """Return the result of a function, or its exception as text.
-
-    Args:
-        function: Any function.
-        *arguments: Its arguments.
-        **kwargs: Its keyword arguments.
-
-    Returns:
-        A value that is compared, where the case goes on after an error.
-    """
+    """Return the result of a function, or its exception as text."""
     try:
         return function(*arguments, **kwargs)
     except Exception as error:  # noqa: BLE001 - the exception is the result
@@ -31,14 +22,7 @@ def tried(function: Callable[..., Any], *arguments: Any, **kwargs: Any) -> Any:
 
 
 def on_net(table: Uses) -> Cases:
-    """Turn functions of the standard network into cases; the network is compared, too.
-
-    Args:
-        table: The functions by the name of the case.
-
-    Returns:
-        The cases.
-    """
+    """Turn functions of the standard network into cases; the network is compared, too."""
 
     def case(lib: Library, function: Callable[[Any], Any]) -> Any:
         net = lib.net()
@@ -48,30 +32,12 @@ def on_net(table: Uses) -> Cases:
 
 
 def cases_of(function: Callable[..., Any], table: Mapping[str, Mapping[str, Any]]) -> Cases:
-    """Turn a table of keyword arguments into cases.
-
-    Args:
-        function: A function of a library and keyword arguments.
-        table: The arguments by the name of the case.
-
-    Returns:
-        The cases.
-    """
+    """Turn a table of keyword arguments into cases."""
     return {name: partial(function, **options) for name, options in table.items()}
 
 
 def hooked(net: Any, method: str, *hooks: Any, **options: Any) -> Any:
-    """Register hooks.
-
-    Args:
-        net: The network.
-        method: The name of the method that registers them, without ``register_``.
-        *hooks: The hooks.
-        **options: Arguments of the method.
-
-    Returns:
-        The network.
-    """
+    """Register hooks."""
     for hook in hooks:
         getattr(net, f"register_{method}")(hook, **options)
     return net

@@ -42,14 +42,7 @@ class Difference(NamedTuple):
 
 
 def on(function: Callable[[Any], Any]) -> Case:
-    """Return the case of a function of the standard network.
-
-    Args:
-        function: Returns a result, or a tuple whose last item is the result.
-
-    Returns:
-        The case.
-    """
+    """Return the case of a function of the standard network."""
 
     def case(lib: Any) -> Any:
         result = tried(function, lib.net())
