@@ -567,9 +567,9 @@ class EMA(Generic[ModelT_co]):
                 ``FullyShardedDataParallel``.
             NameMismatchError: If the model is not the one that is averaged.
             RuntimeError: At the end, if the block has written to averaged tensors, and so to the
-                average; has cast or moved them; or has replaced parameters or their modules, which
-                are put back. The training weights are restored. A block that raised gets a note
-                instead.
+                average, or to statistics of batch normalization; has cast or moved them; or has
+                replaced parameters or their modules, which are put back. The training weights are
+                restored. A block that raised gets a note instead.
 
         Warns:
             UserWarning: Once, if the model was trained since this object was created, and there has
