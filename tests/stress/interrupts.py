@@ -16,11 +16,13 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 import modkit
+import modkit.fast_inference
 from modkit.averaging import swap
 
 
 WEIGHT = 3.0
-OPERATIONS = ("applied", "update", "copied", "load")
+OPERATIONS = ("applied", "update", "copied", "load", "evaluating", "fast")
+BINDINGS = sys.modules["modkit.fast_inference"]._bindings
 
 
 class Run:
@@ -36,6 +38,23 @@ class Run:
                 parameter.fill_(WEIGHT)
         self.ema.update()
         self.state = copy.deepcopy(self.ema.state_dict())
+        self.callback = modkit.EMACallback(self.net, decay=0.5)
+        self.callback.ema = self.ema
+        self.dicts = self.entries()
+
+    def entries(self):
+        """Return the names in the ``__dict__`` of each module, and its mode."""
+        return [(sorted(module.__dict__), module.training) for module in self.net.modules()]
+
+    def evaluating(self):
+        """Evaluate the average, and the training weights inside."""
+        with self.callback.evaluating(), self.callback.evaluating_training_weights():
+            pass
+
+    def fast(self):
+        """Enter and leave the scope."""
+        with modkit.fast_inference(self.net):
+            pass
 
     def applied(self):
         """Swap the average in and restore the training weights."""
@@ -77,6 +96,9 @@ class Run:
             found.append("modes left")
         if swap.active_swaps:
             found.append("averages left in the model")
+        if self.entries() != self.dicts or BINDINGS:
+            found.append("modules changed")
+            BINDINGS.clear()
         if self.ema.training_weights():
             # Between copy_to() and restore() the training weights are stored: nothing is lost.
             self.ema.restore()
