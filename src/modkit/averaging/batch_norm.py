@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from modkit._interrupts import critical
+from modkit._interrupts import uninterrupted
 from modkit._upstream import BatchNormBase
 from modkit.averaging.tensors import NamedTensors
 
@@ -48,33 +48,38 @@ def recompute(
     statistics = (getattr(layer, name) for layer in layers for name in _STATISTICS)
     saved = [(t, t.clone()) for t in statistics if t is not None and not is_lazy(t)]
 
-    @critical
+    # Not by ``no_grad``, whose end a signal can prevent.
+    records = torch.is_grad_enabled()
+
     def end() -> None:
-        for tensor, value in saved:
-            tensor.copy_(value)
-        for module, training in modes:
-            module.training = training
-        for layer, momentum in momenta:
-            layer.momentum = momentum
+        with uninterrupted():
+            torch.set_grad_enabled(False)
+            for tensor, value in saved:
+                tensor.copy_(value)
+            for module, training in modes:
+                module.training = training
+            for layer, momentum in momenta:
+                layer.momentum = momentum
+            torch.set_grad_enabled(records)
 
-    with torch.no_grad():
+    try:
         try:
-            try:
-                for layer in layers:
-                    layer.reset_running_stats()
-                    # Without a momentum, the layer keeps the mean over all batches.
-                    layer.momentum = None
-                # By attribute: ``train()`` may be overridden to freeze layers.
-                for module, _ in modes:
-                    module.training = isinstance(module, BatchNormBase)
+            torch.set_grad_enabled(False)
+            for layer in layers:
+                layer.reset_running_stats()
+                # Without a momentum, the layer keeps the mean over all batches.
+                layer.momentum = None
+            # By attribute: ``train()`` may be overridden to freeze layers.
+            for module, _ in modes:
+                module.training = isinstance(module, BatchNormBase)
 
-                _run(loader, model, device, call)
-                saved = []
-            finally:
-                end()
+            _run(loader, model, device, call)
+            saved = []
         finally:
-            # This completes what a signal has interrupted, and otherwise has no effect.
             end()
+    finally:
+        # This completes what a signal has interrupted, and otherwise has no effect.
+        end()
 
 
 def _run(
