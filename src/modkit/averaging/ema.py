@@ -507,7 +507,7 @@ class EMA(Generic[ModelT_co]):
         self._steps.attach(optimizers, averaged, self._refuse_step, update)
 
     def _refuse_step(self) -> None:
-        """Raise RuntimeError before an optimizer would train the average."""
+        """Raise RuntimeError before an optimizer takes a step from the average."""
         remedy = "Call restore() first; to train the average, call detach()."
         self._check_restored("EMA: optimizer.step()", self.model, remedy)
 

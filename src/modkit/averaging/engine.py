@@ -210,7 +210,7 @@ class Engine:
         """Raise NameMismatchError unless these tensors are those that are averaged."""
         present = self.averages[0].tensors
         new = averaged.keys() - present.keys()
-        # What was there when the averages were created, and did not train.
+        # Parameters that were there when the averages were created, and did not train.
         is_unfrozen = new and self.options.trainable_only and new <= self._filled
         if is_unfrozen and self.follows_unfrozen and present.keys() <= averaged.keys():
             with uninterrupted(), torch.inference_mode(False), torch.no_grad():
@@ -311,8 +311,8 @@ class Engine:
         if self.begun and not named.has_lazy():
             self._check_averaged(averaged)
             values = self.named(index)
-        # The kernels of batch normalization write means and variances without a trace. That its
-        # count was written to tells of an evaluation in training mode, which is a mistake.
+        # The kernels of batch normalization write means and variances without a trace. Only
+        # its count shows an evaluation in training mode, which is a mistake.
         copied = self._copies.keys() - batch_norm.statistics_of(named).keys()
         return Pairing(named, values, copied, self._frozen(named, averaged))
 

@@ -337,7 +337,7 @@ class Options:
         asked = (policy for glob, policy in globs if fnmatch.fnmatchcase(member.name, glob))
         policy = next(asked, None)
         if policy is None:
-            # What torch leaves out of the state is no state: a cache, a mask, a table of angles.
+            # Torch leaves these out of the state: a cache, a mask, a table of angles.
             if not (member.persistent or self.copy_rest):
                 return "ignore"
             policy = self.buffers if isinstance(self.buffers, str) and has_average else "copy"

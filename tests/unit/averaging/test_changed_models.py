@@ -1,4 +1,4 @@
-"""What is averaged is checked wherever a model is used, and mistakes are named where one looks."""
+"""Each method checks that the model has what is averaged, and names mistakes that are silent else."""
 
 import copy
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def by_hooks(callback: Any) -> None:
     callback.on_validation_end()
 
 
-# What a user calls with the model in training, a wrapper or a copy of it.
+# Calls of a user with the model in training, a wrapper or a copy of it.
 OWN: dict[str, Callable[[Any], object]] = {
     "update": lambda callback: callback.step(),
     "applied": lambda callback: enter(callback.ema.applied()),
@@ -142,7 +142,7 @@ def test_what_trains_is_a_matter_of_the_tracked_model(call: str, wrapped: bool) 
 @for_each("options", [{"include": ["1.*", "3.*"]}, {"exclude": "4.*"}])
 @for_each("call", OWN)
 def test_what_is_left_out_may_come(options: dict[str, Any], call: str) -> None:
-    """A layer that the options do not select is none that is averaged."""
+    """A layer that the options do not select is not averaged."""
     net = nn.Sequential(*network(), nn.Linear(2, 2))
     callback = modkit.EMACallback(net, None, 0.5, **options)
     callback.step()
@@ -163,7 +163,7 @@ def test_before_the_first_update_a_model_may_change(call: str) -> None:
     OWN[call](callback)
 
 
-# --- averages that are never updated, and parameters that others keep elsewhere -------------------
+# --- averages that are never updated, and parameters that are kept elsewhere -------------------
 
 READS: dict[str, Callable[[Any], object]] = {
     name: read for name, read in OWN.items() if name not in {"update", "update_bn", "to"}
@@ -214,7 +214,7 @@ def test_what_is_no_training_is_not_taken_for_one(read: str) -> None:
 
 @for_each("is_begun", [False, True])
 def test_a_parameter_that_has_become_empty_is_refused(is_begun: bool, tmp_path: Path) -> None:
-    """What has taken its elements elsewhere has to bring them back; empty ones from the start may be."""
+    """Its elements have to come back first; a parameter may be empty from the start."""
     net = network()
     net.register_parameter("nothing", nn.Parameter(torch.empty(0)))
     net.register_parameter("left_out", nn.Parameter(torch.ones(2)))
