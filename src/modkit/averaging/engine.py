@@ -16,8 +16,7 @@ from modkit.averaging.options import Options, check_index
 from modkit.averaging.recipe import Cache, Copies, Plan, Watch
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
-    check_not_flattened,
-    check_not_partitioned,
+    check_shards,
     local_shard,
     reshard,
     shards_of,
@@ -94,8 +93,7 @@ class Engine:
     def __init__(self, model: torch.nn.Module, count: int, options: Options) -> None:
         check_model(model)
         named = NamedTensors(model)
-        check_not_flattened("EMA", named.modules)
-        check_not_partitioned("EMA", named.modules)
+        check_shards("EMA", named.modules)
         options.check_selection(model, named)
 
         self.model = model
@@ -146,8 +144,7 @@ class Engine:
         check_model(model)
         like = None if model is self.model else NamedTensors(self.model)
         named = NamedTensors(model, like=like)
-        check_not_flattened("EMA", named.modules)
-        check_not_partitioned("EMA", named.modules)
+        check_shards("EMA", named.modules)
         return named
 
     def _plan(self, model: torch.nn.Module) -> Plan:

@@ -1,7 +1,7 @@
 """Sharded models, as ``fully_shard`` makes them: their tensors are ``DTensor``."""
 
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -24,14 +24,7 @@ def sharded_places(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The shard, without a collective; a tensor that is not sharded is returned as it is.
-    """
+    """Return the local shard of a tensor, or the tensor if it is not sharded. No collective."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -61,12 +54,6 @@ def is_flattened(modules: Iterable[torch.nn.Module]) -> bool:
     return flattened is not None and any(isinstance(module, flattened) for module in modules)
 
 
-def check_not_flattened(owner: str, modules: Iterable[torch.nn.Module]) -> None:
-    """Raise TypeError if a model is sharded by ``FullyShardedDataParallel``."""
-    if is_flattened(modules):
-        raise TypeError(f"{owner}: {MSG_FLATTENED}. Nothing has been changed.")
-
-
 def check_not_partitioned(owner: str, modules: Iterable[torch.nn.Module]) -> None:
     """Raise TypeError if a model is partitioned by DeepSpeed ZeRO-3.
 
@@ -77,17 +64,20 @@ def check_not_partitioned(owner: str, modules: Iterable[torch.nn.Module]) -> Non
             raise TypeError(f"{owner}: {_MSG_PARTITIONED}. Nothing has been changed.")
 
 
+def check_shards(owner: str, modules: Sequence[torch.nn.Module]) -> None:
+    """Raise TypeError if a model is sharded so that its tensors cannot be averaged by name."""
+    if is_flattened(modules):
+        raise TypeError(f"{owner}: {MSG_FLATTENED}. Nothing has been changed.")
+    check_not_partitioned(owner, modules)
+
+
 def has_shards(model: torch.nn.Module) -> bool:
     """Return True if a parameter of the model is sharded."""
     return any(map(is_sharded, model.parameters()))
 
 
 def reshard(modules: Iterable[torch.nn.Module]) -> None:
-    """Free the full parameters that a forward may have left, so that the shards are registered.
-
-    Args:
-        modules: Modules of a model. Those that ``fully_shard`` was not called for are left alone.
-    """
+    """Free the full parameters that a forward may have left, so that shards are registered."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
         for module in modules:
@@ -104,13 +94,7 @@ def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
 def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
     """Return True if a flag is true on all ranks: one all-reduce per dimension of the meshes.
 
-    Args:
-        flag: A tensor of one bool, on any device.
-        meshes: Device meshes of the tensors that the flag is about; without any, the flag is
-            returned.
-
-    Returns:
-        The flag of all ranks together, on the device of ``flag``. It is not read on the host.
+    The result is on the device of the flag, and is not read on the host.
     """
     number = flag
     # All ranks go through the meshes in the same order.
@@ -140,14 +124,7 @@ def resharded(model: torch.nn.Module) -> Generator[None]:
 
 
 def whole(state: Any) -> Any:
-    """Gather sharded tensors into host memory. This is a collective.
-
-    Args:
-        state: Nested dicts and lists.
-
-    Returns:
-        The state in new dicts and lists, with full tensors on the CPU. Others are not copied.
-    """
+    """Gather sharded tensors in nested dicts and lists into host memory. This is a collective."""
     if isinstance(state, Mapping):
         return {key: whole(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -156,14 +133,7 @@ def whole(state: Any) -> Any:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a sharded one. This is a collective.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The full tensor, on the device of the mesh; a tensor that is not sharded as it is.
-    """
+    """Return the full tensor of a sharded one, on its mesh's device. This is a collective."""
     if not is_sharded(tensor):
         return tensor
     sharded = cast("Any", tensor)
@@ -174,16 +144,9 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
-    """Shard the full tensors of a state like those of a model.
+    """Shard the full tensors of nested dicts and lists like those of a model, by name.
 
-    Args:
-        state: Nested dicts and lists.
-        members: The model's tensors by name. Tensors of the state under other names stay as they
-            are.
-        like: The tensor of the model that ``state`` itself belongs to, if it is a tensor.
-
-    Returns:
-        The state in new dicts and lists, with each rank's shards.
+    ``like`` is the tensor of the model that ``state`` itself belongs to, if it is a tensor.
     """
     if isinstance(state, Tensor):
         return state if like is None else shards_of(state, like)
@@ -206,16 +169,10 @@ def is_sharded_alike(first: Any, second: Any) -> bool:
 
 
 def shards_of(value: Tensor, like: Any) -> Tensor:
-    """Shard a tensor like another tensor.
+    """Shard a tensor like another one of the same shape; return it as it is if it is so already.
 
-    Args:
-        value: A full tensor, the same one on each rank, or a sharded one.
-        like: The other tensor, of the same shape.
-
-    Returns:
-        A tensor with the placements of ``like``: ``value`` itself if it has them. Sharding a full
-        tensor takes no communication; a tensor with other placements is gathered first, which is a
-        collective.
+    Sharding a full tensor, the same on each rank, takes no communication. One with other placements
+    is gathered first, which is a collective.
     """
     if is_sharded_alike(value, like):
         return value

@@ -5,6 +5,7 @@ counts, names and shapes are checked; everything else is built, and the engine c
 end. What nothing can be made of is a ``ValueError`` with its path, before anything changes.
 """
 
+import operator
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
@@ -224,6 +225,15 @@ def _read_own(checked: CheckedMapping, schedules: list[Schedule]) -> LoadedState
     values = checked.values
     with constructing("stepped"):
         stepped = frozenset(index for index in values.get("stepped", ()) if index >= 0)
+    with constructing("versions"):
+        versions = values.get("versions")
+        if versions is not None:
+            versions = {str(path): operator.index(version) for path, version in versions.items()}
+    with constructing("first_shares"):
+        shares = [float(share) for share in values.get("first_shares") or ()]
+        if len(shares) not in (0, len(schedules)):
+            raise ValueError(f"there are {len(schedules)} averages")
+
     return LoadedState(
         **counts,
         start=start,
@@ -231,27 +241,10 @@ def _read_own(checked: CheckedMapping, schedules: list[Schedule]) -> LoadedState
         averages=list(map(_average, averages)),
         buffers=checked.inside("buffers").tensors(),
         raw=checked.inside("raw").tensors() if "raw" in values else {},
-        versions=_versions(checked.inside("versions")) if "versions" in values else None,
+        versions=versions,
         stepped=stepped,
-        first_shares=_shares(checked, len(schedules))
-        if values.get("first_shares") is not None
-        else None,
+        first_shares=shares or None,
     )
-
-
-def _versions(checked: CheckedMapping) -> Mapping[str, int]:
-    for path in checked.values:
-        if not isinstance(path, str):
-            checked.refuse(path, "the version of a module by its path")
-        checked.integer(path)
-    return checked.values
-
-
-def _shares(checked: CheckedMapping, count: int) -> list[float]:
-    shares: list[Any] = [*checked.listed("first_shares").values.values()]
-    if len(shares) != count or not all(type(share) is float for share in shares):
-        checked.refuse("first_shares", f"a list of {count} numbers of type float")
-    return shares
 
 
 def _plain(value: object) -> object:

@@ -22,18 +22,8 @@ def migrate_optimizer(
 ) -> dict[str, Any]:
     """Migrate the state for each parameter, and the names in the groups of parameters.
 
-    Args:
-        optimizer_state: What ``get_optimizer_state_dict()`` returns, with names as keys, or the
-            ``state_dict()`` of an optimizer with ``param_names``, which numbers them.
-        migrate_names: Migrates a dict by the names of parameters.
-        parameters: The model's parameters by name, in order.
-
-    Returns:
-        A state of the same form; the given one is unchanged.
-
-    Raises:
-        MigrationError: If parameters have no names, those of one new tensor are in several groups,
-            or a step has computed from tensors that do not have the shape of their parameter.
+    The state is what ``get_optimizer_state_dict()`` returns, with names as keys, or the
+    ``state_dict()`` of an optimizer with ``param_names``, which numbers them; so is the new one.
     """
     groups: list[dict[str, Any]] = [dict(group) for group in optimizer_state["param_groups"]]
     is_numbered = any(isinstance(key, int) for group in groups for key in group["params"])

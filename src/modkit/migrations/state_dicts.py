@@ -246,11 +246,7 @@ def _walk(
     by_class: Mapping[type, int],
     to: Mapping[type, int],
 ) -> dict[str, torch.nn.Module]:
-    """Migrate the parts of all modules: upwards before their children, downwards after them.
-
-    Returns:
-        The modules by path.
-    """
+    """Migrate all modules, upwards before their children and downwards after them, by path."""
     modules: dict[str, torch.nn.Module] = {}
 
     def upwards(module: Any, subtree: Subtree) -> None:

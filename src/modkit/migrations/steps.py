@@ -406,19 +406,7 @@ def shape_of(value: Any) -> torch.Size | None:
 
 
 def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]:
-    """Return all applications of a step, which happen at once.
-
-    Args:
-        step: The step.
-        module: The module that it belongs to, for functions that take one.
-        entries: Entries of the module by name, as they are before the step.
-
-    Returns:
-        The changes, without effect on ``entries``.
-
-    Raises:
-        MigrationError: If the step is impossible.
-    """
+    """Return all applications of a step, which happen at once, without effect on ``entries``."""
     changes: list[Change] = []
     for sources, values in _applications(step, entries):
         inputs = [entries[name] for name in sources]
@@ -438,20 +426,9 @@ def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]
 
 
 def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries:
-    """Return the entries after the applications of a step.
+    """Return the entries after the applications of a step, in a dict of their own.
 
     New entries take the position of the first one that they are made of; the others come last.
-
-    Args:
-        step: The step.
-        entries: Entries by name, as they are before the step.
-        changes: All applications of the step, as :func:`apply` returns them.
-
-    Returns:
-        The new entries, in a dict of their own.
-
-    Raises:
-        MigrationError: If two entries would have one name, or the step would have no inverse.
     """
     # A name that is consumed may be given anew: steps exchange names.
     consumed = {name for change in changes for name in change.sources}
@@ -488,11 +465,7 @@ class _Application(NamedTuple):
 
 
 def _applications(step: Step, names: Mapping[str, Any]) -> Iterator[_Application]:
-    """Yield each application of a step.
-
-    Raises:
-        MigrationError: If some of the tensors that belong together are absent.
-    """
+    """Yield each application of a step; tensors that belong together must all be there."""
     if not step.old:
         yield _Application((), ())
         return

@@ -95,20 +95,7 @@ def is_declared(module: torch.nn.Module) -> bool:
 
 
 def bring(module: Any, subtree: Subtree, version: Any, goal: int) -> list[Change]:
-    """Bring the entries of one module from a version, or None if it is unknown, to another one.
-
-    Args:
-        module: The module, whose class declares migrations.
-        subtree: Its entries, which are changed.
-        version: The version that was saved.
-        goal: The version to reach.
-
-    Returns:
-        What was done.
-
-    Raises:
-        MigrationError: If that is impossible; nothing is changed.
-    """
+    """Bring the entries of a module from a version, None if unknown, to a goal, or change none."""
     cls = type(module)
     newest = module._version
     label = f"{subtree.path or '(root)'}: {cls.__name__}"
@@ -227,20 +214,7 @@ class _Reading(NamedTuple):
 
 
 def version_of(module: Any, entries: Entries) -> int:
-    """Return the version of entries without one: that with which they fit the module best.
-
-    Args:
-        module: The module, whose class has migrations.
-        entries: Entries of the module by name.
-
-    Returns:
-        The version, at most that of the module.
-
-    Raises:
-        MigrationError: If two versions fit, and their steps differ, or if they fit with none
-            because a step is impossible.
-        UndecidableError: If a step cannot be tried out without values.
-    """
+    """Return the version of entries without one: that with which they fit the module best."""
     cls = type(module)
     expected = {without_wrappers(name): value for name, value in module.state_dict().items()}
     metas = Subtree({name: without_values(value) for name, value in entries.items()}, {})
