@@ -24,13 +24,23 @@ _MOST_NESTED: Final = 4
 _OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 # Below this portion of names that rules explain, what they explain are coincidences.
 _LEAST_COVERAGE: Final = 0.1
-_ADDED_BY: Final = {
+_OF_EMA: Final = frozenset({"version", "averages", "schedules"})
+_IS_STATE_OF_EMA: Final = (
+    "this is the state of an EMA or EMACallback, not of a model: pass it to its load_state_dict(), "
+    "or load ema.averaged_model().state_dict()"
+)
+# Parts of names that wrappers add, at any level, and what adds them.
+WRAPPERS: Final = {
     "module": "DataParallel, DDP or AveragedModel",
-    "model": "Lightning or another trainer",
-    "base_model": "PEFT",
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Fabric",
+}
+_ADDED_BY: Final = {
+    **WRAPPERS,
+    "model": "Lightning or another trainer",
+    "base_model": "PEFT",
 }
 # Tensors that one side alone has, which no rename explains, by their names.
 _FAMILIES: Final = {
@@ -47,6 +57,7 @@ _FAMILIES: Final = {
         "constants that some versions of a library save"
     ),
 }
+_WITHOUT_DIGITS: Final = str.maketrans("", "", "0123456789")
 # Names that are missing, unexpected, or of another shape.
 Reported: TypeAlias = tuple[Collection[str], Collection[str], Collection[str]]
 _KINDS: Final = {
@@ -111,6 +122,8 @@ def explain(
 or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
+    if state_dict.keys() >= _OF_EMA:
+        return [_IS_STATE_OF_EMA]
     if not file.keys() & model.keys():
         nested = _find_state_dict(model, state_dict)
         if nested is not None:
@@ -132,13 +145,26 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     if reported is None:
         of_other_shape = [name for name in model if name in file and file[name] != model[name]]
         reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
+    notes: list[Note] = []
+    parts = _wrapper_parts(file, model)
+    names = {name: without_parts(name, parts) for name in file}
+    if parts and len(set(names.values())) == len(names):
+        changed = [name for name in names if names[name] != name]
+        notes.append(Note(_PREFIX, len(changed), _say_wrappers(parts, len(changed), len(file))))
+        file = {names[name]: shape for name, shape in file.items()}
+        reported = (
+            [name for name in reported[0] if name not in file],
+            [name for name in map(names.get, reported[1]) if name and name not in model],
+            [name for name in model if name in file and file[name] != model[name]],
+        )
+
     missing = set(reported[0])
     unexpected = set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
     # Each removes from both what it explains.
-    notes = list(_dotless(surplus, lacking))
+    notes += _dotless(surplus, lacking)
     notes += _adapters(surplus, lacking)
     notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
@@ -164,6 +190,40 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     if len(lines) > MOST_LINES:
         lines[MOST_LINES - 1 :] = [f"and {len(lines) - MOST_LINES + 1} more differences"]
     return lines
+
+
+def without_parts(name: str, parts: Collection[str]) -> str:
+    """Return a name without some of its parts, at whatever level they stand."""
+    return ".".join(part for part in name.split(".") if part not in parts) if parts else name
+
+
+def _wrapper_parts(file: Iterable[str], model: Iterable[str]) -> list[str]:
+    """Return the parts that wrappers have added inside the names of a checkpoint, or several parts.
+
+    A single one in front of names is found with all other prefixes.
+    """
+    parts: dict[str, None] = {}
+    is_inside = False
+    for name in file:
+        # A look at the text costs less than to divide each name.
+        if any(part in name for part in WRAPPERS):
+            places = [i for i, part in enumerate(name.split(".")) if part in WRAPPERS]
+            parts.update(dict.fromkeys(name.split(".")[i] for i in places))
+            is_inside = is_inside or places != [*range(len(places))]
+    of_model = {part for name in model for part in name.split(".")} if parts else set[str]()
+    found = [part for part in parts if part not in of_model]
+    return found if is_inside or len(found) > 1 else []
+
+
+def _say_wrappers(parts: Collection[str], count: int, total: int) -> str:
+    names = f"{_count(count, 'name', total)} of the checkpoint"
+    added = " and ".join(f"'{part}.' (added by {WRAPPERS[part]})" for part in parts)
+    prefixes = [f"{part}." for part in parts]
+    if len(prefixes) == 1:
+        remedy = f"remove it, or pass strip='{prefixes[0]}' to modkit.load_matching()"
+        return f"{names} have the part {added}: {remedy}"
+    remedy = f"remove them, or pass strip={prefixes} to modkit.load_matching()"
+    return f"{names} have the parts {added}: {remedy}"
 
 
 def _quoted(name: str) -> str:
@@ -320,10 +380,12 @@ def _families(
     Yields:
         A note for each family that only one side has.
     """
+    kinds_in_file = _kinds(surplus)
+    kinds_in_model = _kinds(lacking)
     for pattern, family in _FAMILIES.items():
         finder = re.compile(pattern)
-        only_in_file = [name for name in surplus if finder.search(name)]
-        only_in_model = [name for name in lacking if finder.search(name)]
+        only_in_file = _searched(finder, kinds_in_file, surplus)
+        only_in_model = _searched(finder, kinds_in_model, lacking)
         if bool(only_in_file) == bool(only_in_model):
             continue
 
@@ -345,6 +407,21 @@ def _families(
         tensors = _count(len(names), "tensor")
         line = f"only {side} has {tensors} such as {_quoted(names[0])}: {family}"
         yield Note(_CAUSE, len(names), line)
+
+
+def _kinds(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return names by what they are without digits: those of many layers are searched once."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        kinds[name.translate(_WITHOUT_DIGITS)].append(name)
+    return kinds
+
+
+def _searched(
+    finder: re.Pattern[str], kinds: Mapping[str, list[str]], left: Unexplained
+) -> list[str]:
+    found = (names for kind, names in kinds.items() if finder.search(kind))
+    return [name for names in found for name in names if name in left]
 
 
 def _insertions(renames: Renames) -> Iterator[Note]:
@@ -436,8 +513,8 @@ def _say_prefix(rule: Rule, total: int) -> str:
     if rule.old[0]:
         return f"{names} {difference}: remove it, or pass strip={old} to modkit.load_matching()"
     return (
-        f"{names} {difference}: load it into that submodule, or pass rename= to "
-        "modkit.load_matching()"
+        f"{names} {difference}: load it into that submodule, or pass "
+        f"rename=lambda name: {new} + name to modkit.load_matching()"
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher
 from itertools import accumulate, count, islice, takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
+from zlib import crc32
 
 from modkit._layer_lists import LONGEST_NAME, Shape, Shapes, is_renumbered, lists_in, names_below
 
@@ -23,9 +24,12 @@ Content: TypeAlias = frozenset[tuple[str, Shape | None]]
 
 # Limits on the work: names come from files, which may be crafted to make it slow.
 _MOST_NAMES: Final = 100_000
-# Names that beginnings do not explain, beyond which shapes are not compared.
-_MOST_LEFT: Final = 10_000
+# Names of each side that decide about a beginning, and names that beginnings do not explain beyond
+# which shapes are not compared: a refused load is to take a few times as long as torch's.
+_MOST_VOTERS: Final = 250
+_MOST_LEFT: Final = 1_000
 _MOST_TAILS: Final = 40
+_PARTS_OF_AN_END: Final = 3
 # Names of one content that a name is compared with.
 _MOST_CANDIDATES: Final = 64
 # Comparisons of two names, for all names together.
@@ -165,13 +169,15 @@ def find_renames(
 
     # Names say more than shapes, so beginnings are found first. One may hide another: ``module.``
     # stands before a part that is renamed.
-    enough = min(len(left_old), len(left_new))
+    enough = min(len(_voters(left_old)), len(_voters(left_new)))
     for _ in range(_MOST_HEADS):
         if not _find_head(renames, enough):
             break
     fitting = len(old.keys() & new.keys()) + sum(rule.count for rule in renames.rules)
 
-    disordered = _find_renumbered(renames, old, new)
+    # Where each name has its own, no list has become another.
+    is_left = bool(renames.old or renames.new)
+    disordered = _find_renumbered(renames, old, new) if is_left else set[str]()
     by_shape = 0
     if max(len(renames.old), len(renames.new)) <= _MOST_LEFT:
         _find_joined(renames, "join")
@@ -279,17 +285,26 @@ class _Alignment(NamedTuple):
     is_alone: bool  # whether only these two share it
 
 
+def _voters(names: Collection[str]) -> Collection[str]:
+    """Return some of many names: those with the same ends on both sides, whatever comes before."""
+    if len(names) <= _MOST_VOTERS:
+        return names
+    ends = {name: ".".join(name.split(".")[-_PARTS_OF_AN_END:]) for name in names}
+    portion = _MOST_VOTERS / len(names)
+    return [name for name, end in ends.items() if crc32(end.encode()) < portion * 2**32]
+
+
 def _alignments(renames: Renames) -> Iterator[_Alignment]:
     """Yield the new names that share the longest end with an old one."""
     by_tail: dict[tuple[str, Parts | None], list[str]] = defaultdict(list)
-    for name in renames.new:
+    for name in _voters(renames.new):
         for tail in _tails(name, renames.old):
             by_tail[tail, _numbers(name)].append(name)
             by_tail[tail, None].append(name)
 
     longest: dict[str, tuple[str, Parts]] = {}
     bare = renames.old.keys() | renames.new.keys()
-    for name in renames.old:
+    for name in _voters(renames.old):
         for tail in _tails(name, bare):
             if (tail, None) in by_tail:
                 longest[name] = tail, _numbers(name)
@@ -344,7 +359,7 @@ def _find_head(renames: Renames, enough: int) -> bool:
         if "" not in heads:
             return fit and len(modules[heads]) > 1
         # A prefix is of many names. If nearly all of them fit, the model may have another width.
-        is_of_all = n > _MOST_READINGS and n * 4 >= len(renames.old) * 3
+        is_of_all = n > _MOST_READINGS and n * 4 >= len(_voters(renames.old)) * 3
         return n * 4 >= enough if fit else is_of_all
 
     likely = [heads for heads in votes if is_likely(heads)]

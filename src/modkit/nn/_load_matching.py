@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from modkit._messages import add_note
-from modkit._mismatches import explain, shapes_of
+from modkit._mismatches import WRAPPERS, explain, shapes_of, without_parts
 from modkit._namespace import publish
 from modkit._renames import beginnings, paths_after
 from modkit._upstream import EXTRA_STATE_KEY
@@ -79,8 +79,11 @@ def load_matching(
     Args:
         model: Any ``torch.nn.Module``.
         state_dict: Names to tensors, as ``state_dict()`` returns them.
-        strip: The beginning of names to remove, such as ``"module."``, or several of them, removed
-            one after the other. Names without it stay.
+        strip: The beginning of names to remove, such as ``"backbone."``, or several of them, each
+            removed once and in any order. Names without it stay. The parts that wrappers add
+            (``"module."``, ``"_orig_mod."``, ``"_fsdp_wrapped_module."``,
+            ``"_checkpoint_wrapped_module."``) are removed wherever they stand, unless the model has
+            them itself.
         rename: Old names, or their first parts, to new ones: ``{"head": "classifier"}`` renames
             ``head.weight``, and the longest key counts. Or a function from an old name to the new
             one. It is applied after ``strip``.
@@ -107,7 +110,8 @@ def load_matching(
     """  # noqa: DOC501 - _nothing_fits() makes a NameMismatchError
     _check_types(model, state_dict)
     state_dict = read_once(state_dict)
-    new_names = _new_names(state_dict, strip, rename)
+    targets = tensors_of(model)
+    new_names = _new_names(state_dict, targets, strip, rename)
     old_names = {new: old for old, new in new_names.items()}
     without_name = {key: value for key, value in state_dict.items() if key not in new_names}
     entries: Any = OrderedDict((new, state_dict[old]) for new, old in old_names.items())
@@ -115,7 +119,6 @@ def load_matching(
     if metadata is not None:
         entries._metadata = _moved_metadata(metadata, new_names)
 
-    targets = tensors_of(model)
     misfits: dict[str, str] = {}
     if is_standard(model, "load_state_dict"):
         loading = run_load(model, entries, strict=False, misfits=misfits)
@@ -154,19 +157,32 @@ def _check_types(model: object, state_dict: object) -> None:
         raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
 
 
+def _wrapper_parts(prefixes: Iterable[str], targets: Iterable[str]) -> set[str]:
+    """Return the parts of prefixes that wrappers add, and that no name of the model has."""
+    of_model = {part for name in targets for part in name.split(".")}
+    parts = [prefix[:-1].split(".") for prefix in prefixes if prefix.endswith(".")]
+    added = {part for each in parts if WRAPPERS.keys() >= {*each} for part in each}
+    return added - of_model
+
+
 def _new_names(
     state_dict: Mapping[str, Any],
+    targets: Iterable[str],
     strip: str | Iterable[str] | None,
     rename: Mapping[str, str] | Callable[[str], str] | None,
 ) -> dict[str, str]:
     """Return the new name of each entry, which no other entry has."""
     prefixes = [strip] if isinstance(strip, str) else [*(strip or ())]
+    wrappers = _wrapper_parts(prefixes, targets)
     table = {} if rename is None or callable(rename) else rename
     used: set[str] = set()
 
     def renamed(name: str) -> str:
-        for prefix in prefixes:
-            name = name.removeprefix(prefix)
+        name = without_parts(name, wrappers)
+        left = [*prefixes]
+        while found := [prefix for prefix in left if name.startswith(prefix)]:
+            left.remove(found[0])
+            name = name.removeprefix(found[0])
         if callable(rename):
             return rename(name)
 

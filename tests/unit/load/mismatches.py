@@ -855,6 +855,6 @@ FRESH = [
         "DDP around a submodule",
         prefixed("encoder.", vit()) | linear("decoder", 3, 8),
         sub((r"^encoder\.", "encoder.module.")),
-        r"'encoder\.module'|'module'",
+        r"'module\.' \(added by DataParallel",
     ),
 ]

@@ -1,3 +1,4 @@
+import ast
 import os
 import random
 import re
@@ -587,3 +588,97 @@ def test_loads_that_are_not_in_vain():
     assert loads_silently(Net(), buffers)
     assert loads_silently(bare, {"stray": torch.ones(1)})
     assert loads_silently(taking, {"stray": torch.ones(1)})
+
+
+def layered():
+    """Make a model with a list of equal layers, so that shapes tell nothing."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(6))
+    return torch.nn.ModuleDict({"embed": torch.nn.Linear(3, 2), "layers": layers})
+
+
+def renamed(pattern, replacement):
+    """Rename all tensors of the layered model."""
+    state = layered().state_dict()
+    return {re.sub(pattern, replacement, name): tensor for name, tensor in state.items()}
+
+
+INSIDE = {
+    "compiled layers": (r"(layers\.\d)", r"\1._orig_mod"),
+    "checkpointed layers": (r"(layers\.\d)", r"\1._checkpoint_wrapped_module"),
+    "FSDP around all of it": (
+        r"^(.*?\d)?",
+        lambda m: f"_fsdp_wrapped_module.{m[0]}._orig_mod" if m[0] else "_fsdp_wrapped_module.",
+    ),
+    "DDP around a part": (r"^layers", "layers.module"),
+    "compiled in DDP": ("^", "module._orig_mod."),
+    "DDP in compiled": ("^", "_orig_mod.module."),
+    "all of them": (r"^(\w+)", r"module._orig_mod.\1.module._fsdp_wrapped_module"),
+    "a trainer around compiled layers": (r"^(embed|layers\.\d)", r"net.\1._orig_mod"),
+    "a prefix": ("^", "student.encoder."),
+    "a wrapper and a prefix": ("^", "module.encoder."),
+}
+
+
+def remedied(model, state, notes):
+    """Do what notes propose, as a user would copy it, and return what was loaded."""
+    text = "\n".join(notes)
+    for code in re.findall(r"load (checkpoint\S+)", text):
+        state = eval(code.rstrip(":,"), {"checkpoint": state})
+    strips = [ast.literal_eval(code) for code in re.findall(r"strip=('.*?'|\[.*?\])", text)]
+    prefixes = [p for strip in strips for p in ([strip] if isinstance(strip, str) else strip)]
+    renames = [eval(code) for code in re.findall(r"rename=(lambda name: '.*?' \+ name)", text)]
+    for strip in (prefixes, prefixes[::-1]):
+        matched = modkit.load_matching(model, state, strip=strip, rename=(*renames, None)[0])
+        assert (matched.missing, matched.skipped) == ([], {}), text
+
+
+@needs_notes
+@for_each("case", INSIDE)
+def test_what_a_note_proposes_is_accepted(case):
+    """Wrapper parts at any level and prefixes are named, with a remedy that works in any order."""
+    state = renamed(*INSIDE[case])
+    for given in (state, {"model": state}):
+        model = layered()
+        with pytest.raises(RuntimeError) as caught:
+            modkit.load_state_dict(model, given)
+
+        notes = caught.value.__notes__
+        assert "another model" not in "\n".join(notes)
+        for part in _mismatches.WRAPPERS:
+            if any(part in name.split(".") for name in state):
+                assert f"(added by {_mismatches.WRAPPERS[part]})" in "\n".join(notes)
+        remedied(model, given, notes)
+
+
+@needs_notes
+def test_a_part_of_a_model_is_given_its_prefix():
+    """The note shows the function that adds it."""
+    model = torch.nn.ModuleDict({"backbone": layered()})
+    with pytest.raises(RuntimeError) as caught:
+        modkit.load_state_dict(model, layered().state_dict())
+
+    assert "rename=lambda name: 'backbone.' + name" in caught.value.__notes__[0]
+    remedied(model, layered().state_dict(), caught.value.__notes__)
+
+
+def test_a_part_that_the_model_has_stays():
+    """A child called ``module`` is not taken for a wrapper."""
+    model = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
+    state = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+
+    assert modkit.load_matching(model, state, strip="module.").missing == []
+
+
+@needs_notes
+@for_each("kind", [modkit.EMA, modkit.EMACallback])
+def test_the_state_of_averages_is_named(kind):
+    """The note says what loads it, in place of a search for tensors inside."""
+    model = Net()
+    state = kind(model).state_dict()
+    for load in (modkit.load_state_dict, modkit.load_matching):
+        with pytest.raises((RuntimeError, modkit.errors.NameMismatchError)) as caught:
+            load(model, state)
+
+        (note,) = caught.value.__notes__
+        assert "state of an EMA or EMACallback" in note
+        assert "load_state_dict(), or load ema.averaged_model().state_dict()" in note
