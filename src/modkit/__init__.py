@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from modkit import (
         distributed as distributed,
         errors as errors,
+        files as files,
         jit as jit,
         migrations as migrations,
         models as models,
@@ -54,6 +55,7 @@ __all__ = [
     "distributed",
     "errors",
     "fast_inference",
+    "files",
     "jit",
     "load_checkpoint",
     "load_matching",
@@ -75,6 +77,9 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name, name)
     module = importlib.import_module(f"{__name__}.{home}")
     value = module if home == name else getattr(module, name)
+    if name == "EMA":
+        # A handler of a signal may save: a first import there could be interrupted half way.
+        importlib.import_module(f"{__name__}.files.checkpoints")
     globals()[name] = value
     return value
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -32,6 +33,8 @@ IN_USE: Final = (
     "load_checkpoint(mmap=True), close other readers, or save to another path"
 )
 _PROBE: Final = bytes(1 << 20)
+# The errors of torch's writer of zip files.
+_OF_CPP: Final = re.compile("inline_container|PytorchStreamWriter|iostream error|cannot be opened")
 # The name of a private folder.
 _PREFIX: Final = ".modkit-"
 _SUFFIX: Final = ".tmp"
@@ -105,6 +108,11 @@ def _replaced(target: Path, previous: os.stat_result | None) -> Generator[Path]:
                     file.write(_PROBE)
                     file.flush()
                     os.fsync(file.fileno())
+            # A fault that does not last is in the text alone, if anywhere.
+            if type(error) is RuntimeError and _OF_CPP.search(str(error)):
+                text = str(error).partition("\n")[0]
+                codes = [code for code in errno.errorcode if os.strerror(code) in text]
+                raise OSError((codes or [errno.EIO])[0], text) from error
             raise
 
         # A compiler makes its file executable.

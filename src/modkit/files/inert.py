@@ -10,6 +10,7 @@ import codecs
 import io
 import math
 import pickle
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
@@ -336,7 +337,9 @@ class _Unpickler(pickle.Unpickler):
         self._content = content
 
     def find_class(self, module: str, name: str, /) -> Any:
-        full_name = f"{module}.{name}".replace("__builtin__.", "builtins.")
+        # pickle writes the names of Python 2.
+        module, name = NAME_MAPPING.get((module, name), (module, name))
+        full_name = f"{IMPORT_MAPPING.get(module, module)}.{name}"
         if full_name in self._names:
             return self._names[full_name]
         dtype = storage_dtype(name) if name.endswith("Storage") else None

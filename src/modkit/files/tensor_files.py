@@ -363,7 +363,9 @@ def short_repr(value: object, *, nested: bool = False) -> str:
     if small or value is None or isinstance(value, (float, complex, Named)):
         return printable(repr(value))
     name = getattr(value, "name", "") if isinstance(value, (Foreign, type)) else ""
-    return printable(str(name)[:MAX_NAME]) if name else type(value).__name__
+    return (
+        printable(str(name)[:MAX_NAME].removeprefix("builtins.")) if name else type(value).__name__
+    )
 
 
 def state_dict_at(

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from modkit.errors import shown
 from modkit.files import kinds
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import path_of
@@ -94,7 +95,9 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         except (RuntimeError, IndexError) as error:
             # An IndexError comes from torch's reader of pickles.
             if isinstance(error, RuntimeError) and not _READER.search(str(error)):
-                raise
+                if str(error).replace("\n", "").isprintable():
+                    raise
+                raise RuntimeError(shown(str(error))) from error
             reason = str(error).partition("\n")[0]
             raise archive.corrupt(f"torch cannot read it: {reason}") from error
 
