@@ -37,8 +37,6 @@ crc32: Final[Callable[..., int]] = _zlib.crc32
 # Large members are read and checked in pieces, which stay in the processor's cache in between. In
 # smaller ones, calls take more of the time.
 _PIECE: Final = 1 << 20
-# Small members that follow each other are read together, this many bytes at most.
-_WINDOW: Final = 1 << 15
 # Pickles and code are read into memory; a member that claims to be larger is refused.
 MOST_TEXT: Final = 128 << 20
 # Members up to this size are read together with their header, without another thread.
@@ -251,9 +249,6 @@ class Archive:
         # kept.
         self._verified = set[str]()
         self._texts: dict[str, bytes] = {}
-        # The bytes of the file that were read last for small members.
-        self._window = b""
-        self._window_start = 0
 
         length = os.fstat(source).st_size if isinstance(source, int) else len(source)
         table = _find_table(source, length)
@@ -414,23 +409,12 @@ class Archive:
         if member.compress_size <= _SMALL:
             # With the header at once; torch pads that to a multiple of 64 bytes.
             room = _LOCAL_HEADER.size + len(member.filename) + 128
-            block = self._block(member.header_offset, room + member.compress_size)
+            block = read_some(self._source, member.header_offset, room + member.compress_size)
             start = self.start_of(member, block) - member.header_offset
             content = block[start : start + member.compress_size]
             if len(content) == member.compress_size:
                 return content
         return read_some(self._source, self.start_of(member), member.compress_size)
-
-    def _block(self, start: int, count: int) -> bytes:
-        """Return bytes of the file; more and more is read ahead while one block follows another."""
-        place = start - self._window_start
-        if place < 0 or place + count > len(self._window):
-            follows = 0 < place <= len(self._window)
-            ahead = min(2 * len(self._window), _WINDOW, self._table - start) if follows else 0
-            self._window = read_some(self._source, start, max(count, ahead))
-            self._window_start = start
-            place = 0
-        return self._window[place : place + count]
 
     def is_large(self, name: str) -> bool:
         """Return True for a member that is read in pieces, by :meth:`read_into` and in threads."""

@@ -4,8 +4,6 @@ A library that is not installed raises ModuleNotFoundError when its average is m
 offer raises `Missing`.
 """
 
-# ruff: noqa: D102 - the class says what the methods do
-
 import contextlib
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Averages of the libraries themselves go on in modkit after any step, as if they had always been there."""
 
-# ruff: noqa: D102 - the classes that they derive from say what the methods do
-
 import importlib
 
 import pytest

@@ -3,8 +3,6 @@
 A test that imports it is skipped where Lightning is missing.
 """
 
-# ruff: noqa: D102 - hooks of Lightning, which documents them
-
 import os
 
 import pytest

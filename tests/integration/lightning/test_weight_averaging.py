@@ -1,7 +1,5 @@
 """Lightning's own weight averaging is the oracle: each test runs on it and on modkit."""
 
-# ruff: noqa: D102 - hooks of Lightning, which documents them
-
 import pytest
 import torch
 

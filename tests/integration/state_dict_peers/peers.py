@@ -4,8 +4,6 @@ A library that is not installed raises ModuleNotFoundError when a model is made.
 `Missing`.
 """
 
-# ruff: noqa: D102 - the class says what the methods do
-
 import contextlib
 import importlib
 import itertools

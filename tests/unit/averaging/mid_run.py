@@ -3,8 +3,6 @@
 The integration tests run the same check with the libraries themselves.
 """
 
-# ruff: noqa: D102 - the base class says what the methods do
-
 import copy
 from collections.abc import Callable
 from typing import Any

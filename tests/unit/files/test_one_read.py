@@ -98,17 +98,3 @@ def test_pickles_of_averages_and_of_inspect(mapped, tmp_path, hashed):
     content_of_file(path) if mapped else inspect(path, hashed=False)
 
     assert sum(hashed) == expected
-
-
-def test_small_tensors_are_read_together(tmp_path, read):
-    """A hundred calls are enough for a thousand tensors, also where large ones are in between."""
-    path = tmp_path / "file.pt"
-    content = {str(number): torch.full((8,), float(number)) for number in range(1000)}
-    content |= {f"large {number}": torch.rand(20_000) for number in range(10)}
-    torch.save(content, path)
-    del read[:]
-    found = modkit.load_checkpoint(path)
-
-    assert all(torch.equal(found[name], tensor) for name, tensor in content.items())
-    assert len(read) < 100
-    assert sum(read) < path.stat().st_size + 50_000

@@ -4,8 +4,6 @@
 the version of a complete file and raises for anything else.
 """
 
-# ruff: noqa: D102 - Writer documents them
-
 import contextlib
 import importlib.util
 import io

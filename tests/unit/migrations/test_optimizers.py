@@ -23,7 +23,7 @@ class Old(torch.nn.Module):
         for name in ("q", "k", "v", "out"):
             setattr(self, name, torch.nn.Linear(4, 4))
 
-    def forward(self, x):  # noqa: D102
+    def forward(self, x):
         return self.out(self.q(x) * self.k(x).sigmoid() + self.v(x))
 
 
@@ -36,7 +36,7 @@ class New(torch.nn.Module):
         self.proj = torch.nn.Linear(4, 4)
         self.qkv = torch.nn.Linear(4, 12)
 
-    def forward(self, x):  # noqa: D102
+    def forward(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.proj(q * k.sigmoid() + v)
 
