@@ -19,7 +19,6 @@ from modkit.averaging.engine import Engine, Pairing
 from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
     Buffers,
-    CheckedCount,
     Device,
     EMAOptions,
     Names,
@@ -140,10 +139,8 @@ class EMA(Generic[ModelT_co]):
             including steps that ``on_nonfinite="skip"`` has skipped.
         schedules: The schedule of each average. An entry that is replaced counts from the next
             update on.
-        update_after_step: The option, which counts until the first update that averages. A value
-            that the constructor would refuse raises its error.
-        update_every: The option; a new value counts from the next update on. A value that the
-            constructor would refuse raises its error.
+        update_after_step: The option, which counts until the first update that averages.
+        update_every: The option; a new value counts from the next update on.
 
     Example:
         >>> from modkit import EMA, nn
@@ -163,8 +160,8 @@ class EMA(Generic[ModelT_co]):
     step: int
     n_averaged: int
     schedules: list[Schedule]
-    update_after_step: CheckedCount = CheckedCount(0)
-    update_every: CheckedCount = CheckedCount(1)
+    update_after_step: int
+    update_every: int
 
     def __init__(
         self,
@@ -184,8 +181,8 @@ class EMA(Generic[ModelT_co]):
         seed: int = 0,
     ) -> None:
         self.model = model
-        self.update_after_step = update_after_step
-        self.update_every = update_every
+        self.update_after_step = checked_count("update_after_step", update_after_step, 0)
+        self.update_every = checked_count("update_every", update_every, 1)
         self.schedules = schedules_of(decay, schedule)
         self.step = 0
         self.n_averaged = 0

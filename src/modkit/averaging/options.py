@@ -69,25 +69,6 @@ def check_index(index: int, count: int) -> None:
         raise IndexError(f"EMA: index is {index}, and there are {count} averages, numbered from 0")
 
 
-class CheckedCount:
-    """An attribute that is an int of at least ``least``, validated each time that it is set."""
-
-    def __init__(self, least: int) -> None:
-        self.least = least
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, instance: object, owner: type | None = None) -> int:
-        if instance is None:
-            raise AttributeError(self.name)
-        value: int = vars(instance)[self.name]
-        return value
-
-    def __set__(self, instance: object, value: int) -> None:
-        vars(instance)[self.name] = checked_count(self.name, value, self.least)
-
-
 class EMAOptions(TypedDict, total=False):
     """Options of :class:`EMA` that each callback takes as keywords.
 

@@ -28,7 +28,7 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA
 from modkit.averaging.optimizer_steps import check_optimizer, trains_any
-from modkit.averaging.options import CheckedCount, checked_count
+from modkit.averaging.options import checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
 from modkit.averaging.tensors import NamedTensors
@@ -105,8 +105,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation
             of other weights by ``ckpt_path``.
         index: The option. Another index counts from the next evaluation or checkpoint on.
-        update_every_n_steps: The option. A value that the constructor would refuse raises its
-            error.
+        update_every_n_steps: The option.
         update_starting_at_step: The option.
         update_starting_at_epoch: The option.
         swap_to_average_at_end: The option.
@@ -121,7 +120,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         averaged = Net.load_from_checkpoint("last.ckpt")
     """
 
-    update_every_n_steps: CheckedCount = CheckedCount(1)
+    update_every_n_steps: int
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         **options: Unpack[EMAOptions],
     ) -> None:
         check_options(decay, index, options)
-        self.update_every_n_steps = update_every_n_steps
+        self.update_every_n_steps = checked_count("update_every_n_steps", update_every_n_steps, 1)
         checked_count("update_starting_at_step", update_starting_at_step or 0, 0)
         checked_count("update_starting_at_epoch", update_starting_at_epoch or 0, 0)
         self.update_starting_at_step = update_starting_at_step
