@@ -108,8 +108,8 @@ _AVERAGING: Final = [
     Bug(
         "watch: a table of members that is replaced",
         "averaging/recipe.py",
-        "        if all(map(operator.is_, current, self._tables)):\n            return False",
-        "        if True:\n            return False",
+        "            if not all(map(operator.is_, lasting, self._tables)):\n                return True",
+        "            if False:\n                return True",
         "tests/parity/averaging/test_changes_between_updates.py",
     ),
     Bug(
@@ -143,8 +143,8 @@ _AVERAGING: Final = [
     Bug(
         "average_checkpoints: the share of a file in the mean so far",
         "averaging/checkpoints.py",
-        "        fraction = share / total if total else 0.0",
-        "        fraction = share / sum(shares)",
+        "        fraction = shares[index] / total if total else 0.0",
+        "        fraction = shares[index] / sum(shares)",
         _EMA + "/test_checkpoints.py",
     ),
     Bug(
@@ -218,13 +218,6 @@ _AVERAGING: Final = [
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
-        "swap: tensors that wrap others are exchanged by pointer",
-        "averaging/swap.py",
-        "if type(tensor) not in PLAIN and is_wrapper(tensor)",
-        "if type(tensor) not in PLAIN and False",
-        _EMA + "/test_ema_swap.py",
-    ),
-    Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
         "                above.raws[above._index[id(tensor)]] = raw\n",
@@ -272,22 +265,15 @@ _IN_FILES: Final = [
     Bug(
         "limits: a storage that is smaller than stated",
         "files/pickle_limits.py",
-        "member is not None and size != member.size",
-        "member is not None and size < member.size",
+        "if stored is not None and size != stored and",
+        "if stored is not None and size < stored and",
         _FILES + "/test_hostile_pickles.py",
-    ),
-    Bug(
-        "plain state dicts: a tensor beyond the end of its storage",
-        "files/plain_unpickler.py",
-        "    if (last + 1) * element.itemsize > stored.nbytes and 0 not in size:\n",
-        "    if last * element.itemsize > stored.nbytes and 0 not in size:\n",
-        _FILES + "/test_plain_unpickler.py",
     ),
     Bug(
         "zip files: names that differ in case",
         "files/zip_archive.py",
-        "            names_in_lower_case.add(short.lower())",
-        "            names_in_lower_case.add(short)",
+        "            names_in_lower_case.add(name.lower())",
+        "            names_in_lower_case.add(name)",
         _FILES + "/test_hostile_zip.py",
     ),
 ]
@@ -296,8 +282,8 @@ _IN_JIT: Final = [
     Bug(
         "load: the digest is not compared",
         "jit/_save_and_load.py",
-        "with verified_archive(f, sha256, in_parts",
-        "with verified_archive(f, None, in_parts",
+        "with verified_archive(f, sha256)",
+        "with verified_archive(f, None)",
         "tests/unit/jit/test_load.py",
     ),
 ]

@@ -2,14 +2,12 @@
 
 import gc
 import json
-import sys
 from contextlib import ExitStack
 
 import click.testing
 import pytest
 import torch
 
-import modkit.nn
 from benchmarks import (
     __main__ as command,
     files,
@@ -41,16 +39,6 @@ def _planted(monkeypatch):
     monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
     monkeypatch.setattr(scripts, "rows", lambda checkouts: [])
     monkeypatch.setattr(growth, "SIZES", (10, 20))
-
-
-@pytest.fixture
-def _shortest(monkeypatch):
-    """Have samples and models as small as possible."""
-    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 1e-6)
-    monkeypatch.setattr(measure, "SAMPLE_SECONDS", 1e-6)
-    parameters, gpt2 = rows.parameters, rows.gpt2
-    monkeypatch.setattr(rows, "parameters", lambda _: parameters([(3,)] * 2))
-    monkeypatch.setattr(rows, "gpt2", lambda _, dtype: gpt2(96, dtype))
 
 
 def bench(*arguments):
@@ -134,42 +122,6 @@ def test_a_budget_is_missed_by_more_than_the_noise(ratio, low, budget, expected)
     assert expected == measure.verdict(ratio, low, budget)
 
 
-@pytest.mark.parametrize(("power", "factor"), [(1, 3.0), (2, 0.1), (0.5, 1.0)])
-def test_the_exponent_of_a_power_is_its_power(power, factor):
-    """Times that grow with a power of the size have that power as their exponent."""
-    sizes = [100, 1000, 10_000]
-
-    assert power == pytest.approx(growth.exponent(sizes, [factor * n**power for n in sizes]))
-    assert growth.exponent(sizes, [1.0]) is None
-
-
-@for_each("nn", [torch.nn, modkit.nn], ids=["torch", "modkit"])
-@for_each("tree", list(growth.TREES))
-def test_the_trees_have_about_as_many_modules_as_asked_for(nn, tree):
-    """A tree has as many modules as its size says, up to one for each chain, and no data."""
-    model = growth.TREES[tree](nn, 300)
-
-    assert 290 <= len(list(model.modules())) <= 300
-    assert all(p.is_meta for p in model.parameters())
-
-
-def test_an_object_is_measured_with_what_only_it_refers_to():
-    """A table of each object counts, a string that all objects of the class refer to does not."""
-
-    class Plain:
-        def __init__(self):
-            self.name = "shared" * 100
-
-    class Holder(Plain):
-        def __init__(self):
-            super().__init__()
-            self.name = {}
-
-    difference = rows.own_bytes(Holder) - rows.own_bytes(Plain)
-
-    assert sys.getsizeof({}) == difference
-
-
 # Rows that take seconds: torch loads siblings in quadratic time, and the compilers are slow.
 SLOW = ("3,000 siblings", "torch.export", "dynamo", "compiled")
 
@@ -189,24 +141,6 @@ def test_the_statement_of_a_row_runs_on_both(each, slow):
     assert all(second >= 0 for second in seconds)
 
 
-OTHERS = [
-    row for row in rows.OPERATIONS[len(rows.TIMES) :] if not row.name.startswith("import modkit")
-]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_shortest")
-@for_each("each", OTHERS, ids=[row.name for row in OTHERS])
-def test_a_row_without_torch_measures_something(each):
-    """Each row names its result, and has a ratio between its quartiles and a base."""
-    found, *_ = measure.measure(each, 0.001)
-
-    assert each.name == found["name"]
-    assert found["rounds"] >= measure.MIN_ROUNDS
-    assert 0 <= found["low"] <= found["ratio"] <= found["high"]
-    assert found["base"] > 0
-
-
 @for_each("row", files.ROWS, ids=[row.name for row in files.ROWS])
 def test_readers_and_writers_run(row):
     """Each arm reads or writes the file; a missing one is not the base, and not the subject."""
@@ -216,57 +150,6 @@ def test_readers_and_writers_run(row):
 
     assert ["torch", "modkit"] == list(seconds)[:2]
     assert all(second > 0 for second in seconds.values())
-
-
-SMALL = [
-    row
-    for row in workloads.rows(with_compile=False)
-    if row.table == "inference" and "GPT-2" not in row.name
-]
-
-
-@pytest.mark.slow
-@for_each("each", SMALL, ids=[row.name for row in SMALL])
-def test_the_contestants_of_a_model_agree(each):
-    """Making the arms compares their outputs, and none of TorchScript and the limit is missing."""
-    with measure.quiet(), ExitStack() as stack:
-        arms = each.arms(stack)
-        seconds = [arm(1) for arm in arms.values()]
-
-    assert ["torch", "fast_inference", "modkit"] == list(arms)[:3]
-    assert all(second >= 0 for second in seconds)
-
-
-def test_a_script_is_imported_from_its_checkout_for_each_side(tmp_path):
-    """The arms take the same steps, on torch and on modkit, and leave no module behind."""
-    folder = tmp_path / "owner" / "name"
-    folder.mkdir(parents=True)
-    source = "from torch import nn\nclass Net(nn.Module):\n    forward = lambda self, x: x + 1\n"
-    (folder / "a_script.py").write_text(source, encoding="utf-8")
-    models = []
-
-    def make(script):
-        models.append(script.Net())
-        return models[-1], lambda: models[-1](torch.ones(2))
-
-    script = scripts.Script("row", "owner/name", ".", "a_script", make)
-    before = list(sys.path), list(sys.meta_path), set(sys.modules)
-    with measure.quiet(), ExitStack() as stack:
-        arms = scripts.steps(stack, script, tmp_path)
-        assert all(arm(1) > 0 for arm in arms.values())
-
-    assert list(arms) == ["torch", "fast_inference", "modkit"]
-    assert [modkit.nn.Module in type(model).__mro__ for model in models] == [False, True, True]
-    assert (list(sys.path), list(sys.meta_path), set(sys.modules)) == before
-
-
-def test_models_for_dynamo_are_of_each_library():
-    """Each makes the same graph from modules of torch and of modkit; checkouts are an option."""
-    for nn in (torch.nn, modkit.nn):
-        names = scripts.model_for_dynamo(nn, scripts.recurrent, compiled=True)
-        assert names["m"](*names["inputs"]).shape == (1, 64)
-
-    assert not [row.name for row in scripts.rows(None) if row.table == "scripts"]
 
 
 def test_a_wrong_output_stops_the_measurement(monkeypatch):

@@ -1,5 +1,4 @@
 import inspect
-import pydoc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import modkit.jit
-import modkit.nn
-from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.unit.test_public_face import NAMESPACES, public_objects
 
@@ -91,31 +87,6 @@ def test_help_without_a_docstring_of_torch(path: str) -> None:
     found = dict(objects())[path]
 
     assert found.__doc__ or path.rpartition(".")[2].startswith("_")
-
-
-def test_help_shows_both_parts() -> None:
-    """``help()`` prints the arguments that torch documents, and what modkit does in another way."""
-    shown = pydoc.plain(pydoc.render_doc(modkit.nn.Module.load_state_dict))
-
-    assert "strict (bool" in shown
-    assert "modkit: Loading takes time linear in the number of modules." in shown
-
-
-def test_where_nothing_differs_the_help_is_that_of_torch() -> None:
-    """No paragraph is added for a method that differs in speed alone."""
-    ours, theirs = modkit.nn.Module, torch.nn.Module
-
-    assert inspect.getdoc(ours._save_to_state_dict) == inspect.getdoc(theirs._save_to_state_dict)
-    assert inspect.getdoc(modkit.jit.freeze) == inspect.getdoc(torch.jit.freeze)
-
-
-def test_options_that_torch_lacks_are_documented() -> None:
-    """After torch's docstring, the further arguments and errors of modkit are described."""
-    averaged, load = map(inspect.getdoc, (swa_utils.AveragedModel, modkit.jit.load))
-
-    assert averaged.index("avg_fn (") < averaged.index("precision: ``")
-    assert "sha256: Expected digest" in load
-    assert "FileError: If the file is corrupt" in load
 
 
 # Torch is compiled anew for such a process.

@@ -46,18 +46,6 @@ def tracked_files():
     return listed.stdout.split("\0")[:-1]
 
 
-def test_hooks_mirror_the_lint_session():
-    """The hooks of .pre-commit-config.yaml run the commands of `nox -s lint`, in that order."""
-    session = read("noxfile.py").partition("def lint(")[2].partition("@nox")[0]
-    commands = [
-        " ".join(re.findall(r'"([^"]+)"', call.partition(", env=")[0]))
-        for call in re.findall(r"session\.run\((.*)\)", session)
-    ]
-    hooks = re.findall(r"entry: (?:env PYTHONPATH=src )?(.*)", read(".pre-commit-config.yaml"))
-
-    assert commands == hooks
-
-
 def test_what_ships_stands_in_one_folder():
     """A wheel has the files of src/modkit and no others; none of them reaches for files of the tests."""
     reaching = [

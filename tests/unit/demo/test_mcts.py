@@ -87,41 +87,6 @@ def test_search_finds_the_better_move(demo):
     assert root.total / root.visits > 0.4
 
 
-def test_targets(demo):
-    """From each position, the value is the result for the player to move there."""
-    game = demo.Game(moves=[0, 3, 1, 4, 2], reward=1)
-    game.planes = game.policies = [[0.0] * 9] * 5
-
-    from_start, near_end = demo.targets(game, 0), demo.targets(game, 3)
-
-    assert from_start["value"] == [1, -1, 1, -1]
-    assert from_start["prefix"] == [0, 0, 0, 0]
-    assert near_end["value"] == [-1, 1, 0, 0]
-    assert near_end["prefix"] == [0, -1, -1, -1]
-    assert near_end["moves"][:2] == [4, 2]
-
-
-def test_training_lowers_the_loss(demo, model):
-    """Learning from the same games for some steps predicts them better."""
-    ema = modkit.EMA(model, decay=0.9)
-    ema.update()
-    with demo.playing(model, ema):
-        games = demo.deque(demo.self_play(model, 6, 4))
-    batch = demo.make_batch(games, 32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(10):
-        loss = demo.loss_of(model, ema, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ema.update()
-        losses.append(loss.item())
-
-    assert losses[-1] < losses[0] - 0.2
-    assert all(len(game.moves) >= 5 for game in games)
-
-
 def test_fast_inference_searches_alike(demo, model):
     """Inside the scope of self-play, a search visits what it visits outside, bit by bit."""
     ema = modkit.EMA(model, decay=0.9)

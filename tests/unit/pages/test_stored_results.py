@@ -1,10 +1,7 @@
 """The committed results of the sessions that the documentation shows."""
 
 import json
-import runpy
 from pathlib import Path
-
-from tests.suites.libraries import LIBRARIES
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,37 +36,6 @@ def test_every_differing_test_of_a_suite_has_a_cause():
     tests = [test for row in rows for test in row["differing"]]
 
     assert [test["test"] for test in tests if not test["cause"]] == []
-
-
-def test_the_suites_are_of_the_pinned_versions():
-    """Each suite runs against the installed version that its tests come from."""
-    pins = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    # A repository has the library beside the tests, unless it must be built.
-    versions = [
-        f"{library.name.replace('_', '-')}=={library.version}"
-        for library in LIBRARIES
-        if library.packages or not library.repository
-    ]
-
-    assert [
-        version
-        for version in versions
-        if not any(pin.split(" ")[0].lower() == version for pin in pins)
-    ] == []
-
-
-def test_a_side_that_swapped_nothing_counts_no_test():
-    """Where no module imported modkit, the side ran on torch again and proves nothing."""
-    tested_with = runpy.run_path(str(DOCS / "render.py"))["tested_with"]
-    sides = {side: {"passed": 5} for side in ("torch", "whole", "user")}
-    row = {"sides": sides, "differing": [], "swapped modules": {"whole": 3, "user": 0}}
-
-    assert tested_with.cells(row) == ["5", "5", "5", "-", "0"]
-    assert tested_with.totals({"library": row}) == [5, 5, 5, 0, 0]
-    assert tested_with.cells({**row, "swapped modules": {"whole": 3, "user": 2}})[3] == "5"
-
-    sides.pop("whole")
-    assert tested_with.cells(row) == ["5", "5", "-", "-", "0"]
 
 
 def test_no_training_script_differs():
