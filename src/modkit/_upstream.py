@@ -9,8 +9,6 @@ The tests run with each release of torch from 2.8 to 2.15. All of these have all
 | ``torch._utils._get_sparse_tensors_to_validate`` | since 2.15 | a list of the process |
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
-- ``get_tracing_state`` is truthy while ``torch.jit.trace`` runs; no public function says so without
-  importing ``torch.jit``.
 - ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
 - ``jit_trace`` holds the map of modules that is set while a module is traced.
 - ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
@@ -56,7 +54,6 @@ from typing import IO, Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
-from torch._C import _get_tracing_state
 from torch._C._nn import _parse_to as parse_to
 from torch._jit_internal import is_scripting
 from torch.jit import _trace as jit_trace
@@ -89,7 +86,6 @@ __all__ = [
 
 # The stub of torch does not say that there may be no state.
 cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
-get_tracing_state = cast("Callable[[], object | None]", _get_tracing_state)
 
 recurrent_kernels = cast("Any", torch)._VF
 
@@ -107,8 +103,9 @@ flatten: Callable[[list[torch.Tensor]], torch.Tensor] = _buckets._flatten_dense_
 unflatten: Callable[..., tuple[torch.Tensor, ...]] = _buckets._unflatten_dense_tensors
 _IS_XLA: Callable[[torch.Tensor], bool] = attrgetter("is_xla")
 
-# Types of tensors that have no arithmetic of their own.
-PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# Types of tensors that have no arithmetic of their own, and do nothing unusual when they are
+# compared or copied. A buffer is a Tensor.
+PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor) -> None:

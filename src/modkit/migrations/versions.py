@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modkit._renames import beginnings, paths_after
 from modkit._tree import descend
+from modkit._upstream import PLAIN
 from modkit.averaging.tensors import canonical_name
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import matches
@@ -22,7 +23,6 @@ from modkit.migrations.steps import (
     replaced,
     shape_of,
 )
-from modkit.nn._load_tensor import PLAIN
 
 
 # The ``_metadata`` of a state dict, for each module, by its path.

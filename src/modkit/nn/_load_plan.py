@@ -14,6 +14,7 @@ from torch.nn import Buffer, Parameter
 from modkit._messages import add_note
 from modkit._tree import descend
 from modkit._upstream import (
+    PLAIN,
     FunctionT,
     copy_all_,
     layer_loaders,
@@ -23,7 +24,6 @@ from modkit._upstream import (
     transforms_are_active,
 )
 from modkit.nn._load_tensor import (
-    PLAIN,
     Entry,
     Ties,
     check,
@@ -207,7 +207,7 @@ class Plan:
             if isinstance(entry, str):
                 loading.errors.append(entry)
             elif entry[3] in self.unsure:
-                warn_if_meta(entry, assign=assign, stacklevel=6)
+                warn_if_meta(entry, assign=assign)
                 # Trying out a tensor subclass, a shard for instance, may take as long as loading
                 # it. That is spent only if the load is refused anyway, or if a plain tensor gets an
                 # odd value.

@@ -251,7 +251,7 @@ def _write_in_order(checked: list[Entry | str], ties: Ties, *, assign: bool) -> 
             if isinstance(entry, str):
                 problems.append(entry)
             else:
-                warn_if_meta(entry, assign=assign, stacklevel=4)
+                warn_if_meta(entry, assign=assign)
                 problems += write(entry, assign=assign, ties=ties)
     return problems
 

@@ -7,7 +7,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch.nn import Parameter
 
-from modkit._upstream import copy_, storage_identity
+from modkit._upstream import PLAIN, copy_, module_globals, storage_identity
 
 
 # Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new
@@ -17,10 +17,6 @@ Entry: TypeAlias = tuple[torch.nn.Module, dict[str, Any], str, str, torch.Tensor
 # For ``assign``: the parameter that replaces another one, by what it was made of. The old tensor
 # and the value are held so that neither identity is used again.
 Ties: TypeAlias = dict[Any, tuple[torch.Tensor, Any, Parameter]]
-
-# Tensors of exactly these types are initialized, and do nothing unusual when they are compared or
-# copied.
-PLAIN: Final = frozenset({torch.Tensor, Parameter})
 
 # Any of these dtypes can be copied to any other.
 _PLAIN_DTYPES: Final = frozenset(
@@ -95,23 +91,19 @@ def misfit(problem: str) -> tuple[str, str] | None:
     return match["name"], f"shape {match['size']}, the model has {match['expected']}"
 
 
-def warn_if_meta(entry: Entry, *, assign: bool, stacklevel: int) -> None:
-    """Warn that a copy to the meta device does nothing.
-
-    Args:
-        entry: An entry that fits.
-        assign: Whether it will be assigned, which does something.
-        stacklevel: The frames between the caller of the load and this function, and one.
-    """
+def warn_if_meta(entry: Entry, *, assign: bool) -> None:
+    """Warn that a copy to the meta device does nothing, as torch's module: filters name it."""
     _, _, _, key, target, value = entry
     if target.is_meta and not assign and not value.is_meta:
-        warnings.warn(
+        text = (
             f"for {key}: copying from a non-meta parameter in the checkpoint to a meta "
             "parameter in the current model, which is a no-op. (Did you mean to "
             "pass `assign=True` to assign items in the state dictionary to their "
-            "corresponding key in the module instead of copying them in place?)",
-            stacklevel=stacklevel,
+            "corresponding key in the module instead of copying them in place?)"
         )
+        place = module_globals.__file__, 1, module_globals.__name__
+        registry = vars(module_globals).setdefault("__warningregistry__", {})
+        warnings.warn_explicit(text, UserWarning, *place, registry)
 
 
 def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
