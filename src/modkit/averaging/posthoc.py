@@ -7,7 +7,6 @@ The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Ever
 import hashlib
 import math
 import os
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from modkit._messages import warn_user
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.options import Device, Names, checked_count
@@ -204,10 +204,9 @@ def _read_branches(header: Mapping[str, Any], path: Path) -> Branches:
     """Return which run a snapshot is of."""
     if "branches" not in header:
         # A repetition of this text is not shown again.
-        warnings.warn(
+        warn_user(
             "snapshots of earlier versions do not say which run they are of: see that all in a "
-            "folder are of one run, and none of a part that was given up after a resume",
-            stacklevel=2,
+            "folder are of one run, and none of a part that was given up after a resume"
         )
         return ()
     branches = _branches_of(header["branches"])
@@ -564,6 +563,7 @@ class PostHocEMA:
     Attributes:
         directory: Folder of the snapshots.
         step: Number of steps so far.
+        snapshot_every: The option; a new value counts from the next update on.
 
     Example:
         >>> model = torch.nn.Linear(1, 1, bias=False)
@@ -578,6 +578,7 @@ class PostHocEMA:
 
     directory: Path
     step: int
+    snapshot_every: int | None
 
     def __init__(
         self,
@@ -598,6 +599,11 @@ class PostHocEMA:
         self._update_every = checked_count("update_every", update_every, 1, "PostHocEMA")
         self.directory = Path(directory)
         self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
+        if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
+            raise ValueError(
+                "PostHocEMA: snapshot_every must be a multiple of "
+                f"update_every={update_every}, got {snapshot_every}"
+            )
         self.snapshot_every = snapshot_every
 
         # It is updated at every step that update_every divides. As Power only depends on the ratio
@@ -616,23 +622,6 @@ class PostHocEMA:
         self._branches: Branches = ()
         # The step from which the next snapshot goes on as a new branch; None while one goes on.
         self._resumed_at: int | None = 0
-
-    @property
-    def snapshot_every(self) -> int | None:
-        """Number of steps between snapshots, a multiple of ``update_every``, or None.
-
-        Setting it to something else raises ``ValueError``.
-        """
-        return self._snapshot_every
-
-    @snapshot_every.setter
-    def snapshot_every(self, value: int | None) -> None:
-        if value is not None and (value < 1 or value % self._update_every):
-            raise ValueError(
-                "PostHocEMA: snapshot_every must be a multiple of "
-                f"update_every={self._update_every}, got {value}"
-            )
-        self._snapshot_every = value
 
     def __repr__(self) -> str:
         options = f"sigma_rels={self._sigma_rels}, step={self.step}"

@@ -69,7 +69,8 @@ VALUES: Final = {
     **{f"builtins.{name}": name for name in _NAMES_OF_VALUES},
     **{f"__builtin__.{name}": name for name in _NAMES_OF_VALUES},
     # pickle writes the names of Python 2.
-    **{"__builtin__.long": "int", "__builtin__.unicode": "str"},
+    "__builtin__.long": "int",
+    "__builtin__.unicode": "str",
 }
 Reader: TypeAlias = Literal["torch", "script", "inert"]
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")

@@ -245,11 +245,8 @@ def test_refused_options(tmp_path, options, error, text):
 
 
 def test_the_interval_of_snapshots_can_be_changed(tmp_path):
-    """It may be set to what the constructor takes."""
+    """The next updates follow it."""
     averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
-    for value in (0, 3, -2):
-        with pytest.raises(ValueError, match=f"a multiple of update_every=2, got {value}"):
-            averages.snapshot_every = value
     averages.snapshot_every = 4
     for _ in range(4):
         averages.update()
