@@ -387,7 +387,7 @@ TIMES: Final = [
     both("load_state_dict() of a plain dict, 512 nested BatchNorms", LOAD, nested_norms, 1.10),
     both("load_state_dict() of a plain dict, 1,600 BatchNorms", LOAD, sibling_norms, 0.40),
     both("train()", "m.train()", network, limit=MODE, cold=None),
-    # What keeps ties apart from what was converted already takes the difference.
+    # Keeping ties apart from tensors that were converted already takes the difference.
     both("float(), nothing to do", "m.float()", network, 1.35, cold=None),
     both("to(dtype), nothing to do", "m.to(torch.float32)", network, 1.35, cold=None),
     both("zero_grad()", "m.zero_grad()", network, cold=None),

@@ -103,7 +103,7 @@ def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
 
 
 def unlink_files(app: Any, page: str, content: list[str]) -> None:
-    """Turn links to Markdown files of the repository that are no pages into their text."""
+    """Turn links to Markdown files of the repository without a page into their text."""
 
     def text(match: re.Match[str]) -> str:
         file = posixpath.normpath(posixpath.join(posixpath.dirname(page), match[2]))

@@ -39,7 +39,7 @@ _actions: Final = {number: ctypes.create_string_buffer(256) for number in _DEFER
 
 
 class _Process:
-    """What all sections share."""
+    """The state that all sections share."""
 
     # A handler that runs in a section of its own thread may enter another one.
     lock = threading.RLock()

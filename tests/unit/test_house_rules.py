@@ -65,7 +65,7 @@ PRIVATE_NAMES = {"_upstream.py": 39, "jit/_upstream.py": 13}
 
 @for_each("name", PRIVATE_NAMES)
 def test_private_names_of_torch_get_fewer(name):
-    """What a release of torch can break without notice is counted: names with one underscore."""
+    """Names that a release of torch can break without notice are counted: those with one underscore."""
     tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"))
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     stored = (node for node in ast.walk(tree) if isinstance(node, ast.Name))

@@ -20,7 +20,7 @@ OWN: Final = "modkit.EMA"
 OWN_POSTHOC: Final = "modkit.PostHocEMA"
 
 _LONGEST_REPR: Final = 80
-# What torch and Python raise where something cannot be made of a value.
+# The exceptions that torch and Python raise where something cannot be made of a value.
 _FAILURES: Final = (
     *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError),
 )

@@ -307,7 +307,7 @@ _OF_NUMPY: Final = {
 
 @dataclass
 class Content:
-    """What a pickle holds.
+    """Content of a pickle.
 
     Attributes:
         value: The object.

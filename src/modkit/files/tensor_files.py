@@ -261,7 +261,7 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
 
 @dataclass
 class Listing:
-    """What is in a file, by the keys that lead there, up to a budget.
+    """Content of a file, by the keys that lead there, up to a budget.
 
     Attributes:
         tensors: The tensors by name; keys of nested dicts are joined by dots.

@@ -34,7 +34,7 @@ class Match(NamedTuple):
 def matches(pattern: str, names: Collection[str]) -> Iterator[Match]:
     """Yield a match for each name that is of the pattern, with as much as possible in each ``**``.
 
-    A name comes from a file, and takes time in proportion to its length.
+    A name comes from a file, and takes time linear in its length.
     """
     if not wildcards(pattern):
         # A full name is looked up, since a module may have thousands of tensors.

@@ -426,10 +426,8 @@ def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]
 
 
 def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries:
-    """Return the entries after the applications of a step, in a dict of their own.
-
-    New entries take the position of the first one that they are made of; the others come last.
-    """
+    """Return the entries after the applications of a step, in a dict of their own."""
+    # New entries take the position of the first one that they are made of; the others come last.
     # A name that is consumed may be given anew: steps exchange names.
     consumed = {name for change in changes for name in change.sources}
     remaining = [name for name in entries if name not in consumed]

@@ -453,7 +453,7 @@ def _plan_one(
         )
 
 
-# What a layer of torch may add or remove besides its members.
+# The attributes that a layer of torch may add or remove besides its members.
 _STATISTICS: Final = ("running_mean", "running_var", "num_batches_tracked")
 
 

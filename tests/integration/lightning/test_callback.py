@@ -243,7 +243,7 @@ def test_batch_normalization_statistics_of_the_average(tmp_path) -> None:
 
 @for_each("resumes", [False, True])
 def test_layers_that_lightning_unfreezes(resumes, tmp_path) -> None:
-    """What BackboneFinetuning unfreezes is averaged from then on, also after a resume."""
+    """Parameters that BackboneFinetuning unfreezes are averaged from then on, also after a resume."""
 
     class Tuned(runs.Net):
         def __init__(self) -> None:

@@ -451,7 +451,7 @@ def train_fewer(optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("change", [add_masters, split_groups, train_fewer])
 def test_groups_may_change_as_long_as_averaged_parameters_train(change: Any) -> None:
-    """Where a parameter stands in the groups does not matter."""
+    """The place of a parameter among the groups does not matter."""
     net = network()
     optimizer = sgd(net)
     ema = modkit.EMA(net).attach(optimizer)

@@ -137,7 +137,7 @@ def test_the_average_of_torch_goes_on() -> None:
 @for_each("options", [{"decay": 0.9, "precision": p} for p in PRECISIONS])
 @for_each("dtypes", [("float32", "bfloat16"), ("float64", "float32"), ("complex128", "complex64")])
 def test_a_model_that_was_cast_resumes(dtypes, options) -> None:
-    """Averages keep the width that they had before the cast, so the resumed run has the same bits."""
+    """Averages keep the width that they had before the cast, so the resumed run is bitwise identical."""
     model = nn.Linear(3, 2, dtype=getattr(torch, dtypes[0]))
     ema = modkit.EMA(model, **options)
     for value in range(3):

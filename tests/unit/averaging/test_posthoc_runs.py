@@ -114,7 +114,7 @@ def repeated(folder: Path) -> Run:
 
 @for_each("way", [clean, ends_sooner, with_another_interval, resumed_twice, repeated])
 def test_a_folder_of_one_run(way: Any, tmp_path: Path) -> None:
-    """What a resume has given up has no part in any average, wherever that is asked for."""
+    """Steps that a resume has given up have no part in any average, wherever that is asked for."""
     run = way(tmp_path)
 
     averages = [run.averages.reconstruct(WIDTH), posthoc.reconstruct(tmp_path, WIDTH)]

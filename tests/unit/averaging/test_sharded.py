@@ -125,7 +125,7 @@ def test_an_update_after_another_optimizer_of_shards_has_no_warning(mesh) -> Non
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_a_sharded_model_is_planned_once(mesh, reshard, monkeypatch) -> None:
-    """Shards that are looked at again are no change: they are new tensors with the same memory."""
+    """Shards that are looked at again are not a change: they are new tensors with the same memory."""
     from modkit.averaging.engine import Engine
 
     plans = []

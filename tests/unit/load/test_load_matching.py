@@ -360,7 +360,7 @@ def test_wrong_types(model, state, text):
 
 
 def test_a_declared_class_migrates_first():
-    """What has another shape is skipped, under the present name."""
+    """A tensor of another shape is skipped, under the present name."""
 
     @mig.declare({2: [mig.rename("fc.*", "out.*"), mig.merge(["q", "k"], "qk")]})
     class Head(modkit.nn.Module):

@@ -1,4 +1,4 @@
-"""States of averages migrate with the model: in every format, and by whoever loads them."""
+"""States of averages migrate with the model: in every format, and by every loader."""
 
 import copy
 import pickle
