@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_said(two: Any) -> None:
         )
         assert "the state is neither from modkit.EMA" in found["no average"]
         assert "0.weight (7, 5) instead of (7, 6)" in found["other model"].replace("((", "(")
-        assert "holds 1 averages, and this object 2" in found["other count"]
+        assert "holds 1 averages with 1 schedules, and this object 2" in found["other count"]
         assert "inside applied()" in found["inside"]
         assert found["differing"] == "[]"
 
