@@ -24,11 +24,14 @@ _MOST_NESTED: Final = 4
 _OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 # Below this portion of names that rules explain, what they explain are coincidences.
 _LEAST_COVERAGE: Final = 0.1
-_OF_EMA: Final = frozenset({"version", "averages", "schedules"})
-_IS_STATE_OF_EMA: Final = (
-    "this is the state of an EMA or EMACallback, not of a model: pass it to its load_state_dict(), "
-    "or load ema.averaged_model().state_dict()"
-)
+# What other states are, by keys that they have.
+_STATES: Final = {
+    _OF_OPTIMIZER: "this is the state of an optimizer, not of a model",
+    frozenset({"version", "averages", "schedules"}): (
+        "this is the state of an EMA or EMACallback, not of a model: pass it to its "
+        "load_state_dict(), or load ema.averaged_model().state_dict()"
+    ),
+}
 # Parts of names that wrappers add, at any level, and what adds them.
 WRAPPERS: Final = {
     "module": "DataParallel, DDP or AveragedModel",
@@ -37,11 +40,8 @@ WRAPPERS: Final = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_forward_module": "Fabric",
 }
-_ADDED_BY: Final = {
-    **WRAPPERS,
-    "model": "Lightning or another trainer",
-    "base_model": "PEFT",
-}
+_WRAPPER: Final = re.compile(rf"(?:^|(?<=\.))({'|'.join(WRAPPERS)})(?=\.)")
+_ADDED_BY: Final = {**WRAPPERS, "model": "Lightning or another trainer", "base_model": "PEFT"}
 # Tensors that one side alone has, which no rename explains, by their names.
 _FAMILIES: Final = {
     r"lora_|adapter": "an adapter such as LoRA",
@@ -122,8 +122,6 @@ def explain(
 or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
     """
     file = shapes_of(state_dict)
-    if state_dict.keys() >= _OF_EMA:
-        return [_IS_STATE_OF_EMA]
     if not file.keys() & model.keys():
         nested = _find_state_dict(model, state_dict)
         if nested is not None:
@@ -164,7 +162,6 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
     # Each removes from both what it explains.
-    notes += _dotless(surplus, lacking)
     notes += _adapters(surplus, lacking)
     notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
@@ -197,33 +194,26 @@ def without_parts(name: str, parts: Collection[str]) -> str:
     return ".".join(part for part in name.split(".") if part not in parts) if parts else name
 
 
-def _wrapper_parts(file: Iterable[str], model: Iterable[str]) -> list[str]:
+def _wrapper_parts(file: Collection[str], model: Iterable[str]) -> list[str]:
     """Return the parts that wrappers have added inside the names of a checkpoint, or several parts.
 
     A single one in front of names is found with all other prefixes.
     """
-    parts: dict[str, None] = {}
-    is_inside = False
-    for name in file:
-        # A look at the text costs less than to divide each name.
-        if any(part in name for part in WRAPPERS):
-            places = [i for i, part in enumerate(name.split(".")) if part in WRAPPERS]
-            parts.update(dict.fromkeys(name.split(".")[i] for i in places))
-            is_inside = is_inside or places != [*range(len(places))]
-    of_model = {part for name in model for part in name.split(".")} if parts else set[str]()
-    found = [part for part in parts if part not in of_model]
-    return found if is_inside or len(found) > 1 else []
+    of_model = {part for name in model for part in name.split(".")}
+    found = dict.fromkeys(part for name in file for part in _WRAPPER.findall(name))
+    parts = [part for part in found if part not in of_model]
+    is_inside = any(f".{part}." in name for part in parts for name in file)
+    return parts if is_inside or len(parts) > 1 else []
 
 
 def _say_wrappers(parts: Collection[str], count: int, total: int) -> str:
-    names = f"{_count(count, 'name', total)} of the checkpoint"
     added = " and ".join(f"'{part}.' (added by {WRAPPERS[part]})" for part in parts)
     prefixes = [f"{part}." for part in parts]
-    if len(prefixes) == 1:
-        remedy = f"remove it, or pass strip='{prefixes[0]}' to modkit.load_matching()"
-        return f"{names} have the part {added}: {remedy}"
-    remedy = f"remove them, or pass strip={prefixes} to modkit.load_matching()"
-    return f"{names} have the parts {added}: {remedy}"
+    strip: object = prefixes if len(prefixes) > 1 else repr(prefixes[0])
+    return (
+        f"{_count(count, 'name', total)} of the checkpoint have parts of wrappers, {added}: remove "
+        f"them, or pass strip={strip} to modkit.load_matching()"
+    )
 
 
 def _quoted(name: str) -> str:
@@ -265,8 +255,9 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
     Returns:
         The lines to show; None if the names are those of a state dict, which fit in no way.
     """
-    if given.keys() >= _OF_OPTIMIZER:
-        return ["this is the state of an optimizer, not of a model"]
+    for known_keys, what_it_is in _STATES.items():
+        if given.keys() >= known_keys:
+            return [what_it_is]
 
     nested: dict[tuple[Any, ...], Mapping[Any, Any]] = {}
     waiting: list[tuple[tuple[Any, ...], Mapping[Any, Any]]] = [((), given)]
@@ -320,33 +311,6 @@ def _forget(names: Iterable[str], shapes: Unexplained) -> int:
     for name in explained:
         del shapes[name]
     return len(explained)
-
-
-def _dotless(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
-    """Find averages that some libraries store without the dots of names, behind a prefix.
-
-    Buffers and parameters of a module cannot have dots in their names.
-
-    Yields:
-        A note on the averages, at most one.
-    """
-    by_plain_name = {name.replace(".", ""): name for name in lacking if "." in name}
-    # The empty prefix comes last, because every name begins with it.
-    for prefix in ("ema_", "ema.", "model_ema.", "ema_model.", ""):
-        plain_names = {n: n.removeprefix(prefix) for n in surplus if n.startswith(prefix)}
-        pairs = {n: by_plain_name[p] for n, p in plain_names.items() if p in by_plain_name}
-        # A single one may be a coincidence.
-        if len(pairs) > 1:
-            _forget(pairs, surplus)
-            _forget(pairs.values(), lacking)
-
-            behind = f" behind {prefix!r}" if prefix else ""
-            line = (
-                f"{len(pairs)} names of the checkpoint are those of the model without dots"
-                f"{behind}: averages (EMA) that another library saved?"
-            )
-            yield Note(_PREFIX, len(pairs), line)
-            return
 
 
 def _adapters(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:

@@ -176,8 +176,7 @@ def find_renames(
     fitting = len(old.keys() & new.keys()) + sum(rule.count for rule in renames.rules)
 
     # Where each name has its own, no list has become another.
-    is_left = bool(renames.old or renames.new)
-    disordered = _find_renumbered(renames, old, new) if is_left else set[str]()
+    disordered = _find_renumbered(renames, old, new) if renames.old or renames.new else set[str]()
     by_shape = 0
     if max(len(renames.old), len(renames.new)) <= _MOST_LEFT:
         _find_joined(renames, "join")

@@ -157,14 +157,6 @@ def _check_types(model: object, state_dict: object) -> None:
         raise TypeError(f"modkit.load_matching(): state_dict must be a mapping, got {kind}")
 
 
-def _wrapper_parts(prefixes: Iterable[str], targets: Iterable[str]) -> set[str]:
-    """Return the parts of prefixes that wrappers add, and that no name of the model has."""
-    of_model = {part for name in targets for part in name.split(".")}
-    parts = [prefix[:-1].split(".") for prefix in prefixes if prefix.endswith(".")]
-    added = {part for each in parts if WRAPPERS.keys() >= {*each} for part in each}
-    return added - of_model
-
-
 def _new_names(
     state_dict: Mapping[str, Any],
     targets: Iterable[str],
@@ -173,7 +165,10 @@ def _new_names(
 ) -> dict[str, str]:
     """Return the new name of each entry, which no other entry has."""
     prefixes = [strip] if isinstance(strip, str) else [*(strip or ())]
-    wrappers = _wrapper_parts(prefixes, targets)
+    of_model = {part for name in targets for part in name.split(".")}
+    stripped = {part for prefix in prefixes for part in prefix.split(".")[:-1]}
+    wrappers = stripped & WRAPPERS.keys() - of_model
+    prefixes = [without_parts(prefix, wrappers) for prefix in prefixes]
     table = {} if rename is None or callable(rename) else rename
     used: set[str] = set()
 

@@ -114,10 +114,8 @@ def _warn_if_no_parameter_was_loaded(module: torch.nn.Module, loading: Load) -> 
     tensors = tensors_of(module)
     names = [name for name, tensor in tensors.items() if isinstance(tensor, torch.nn.Parameter)]
     if names and missing.issuperset(names):
-        cls = type(module).__name__
-        warned = (
-            f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of {cls}"
-        )
+        warned = f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of "
+        warned += type(module).__name__
         warnings.warn("\n".join([warned, *loading.explain(module)]), stacklevel=4)
 
 

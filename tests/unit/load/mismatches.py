@@ -250,7 +250,6 @@ KINDS = [
         {"optimizer": _optimizer, "epoch": 3, "rng": (4,)},
         (r"optimizer", r"no state dict|not .*state dict|none"),
     ),
-    case("averages without dots", vit(), lambda n: "ema_" + n.replace(".", ""), r"dots", r"'ema_'"),
     case(
         "gamma and beta",
         bert(),

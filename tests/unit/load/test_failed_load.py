@@ -282,14 +282,6 @@ _joined = {"attn.qkv.weight": (12, 3)}
             ),
         ),
         (
-            {"a.weight": (4, 3), "b.weight": (2, 4)},
-            {"aweight": (4, 3), "bweight": (2, 4)},
-            (
-                "2 names of the checkpoint are those of the model without dots: averages (EMA) that "
-                "another library saved?"
-            ),
-        ),
-        (
             {"a.weight": (5, 2)},
             {"left.a.weight": (5, 2), "right.a.weight": (5, 2)},
             (
