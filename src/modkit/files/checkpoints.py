@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, Final
+from typing import IO, Any, Final, cast
 
 import torch
 
@@ -48,7 +48,7 @@ from modkit.files.zip_archive import MOST_TEXT, Archive, open_regular, open_sour
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 # A handler of a signal may save while its thread does; after a fork, no other thread holds it.
-_LOCK = threading.RLock()
+_lock = threading.RLock()
 _OF_SCRIPTS: Final = "torch._C.ScriptObject"
 _CRC_OPTIONS: Final[list[bool]] = []
 # Errors of a file that may be written to, but not replaced.
@@ -142,7 +142,7 @@ def _write_in_place(content: object, target: Any) -> None:
     buffer = io.BytesIO()
     with checksums_on():
         if not path and not callable(getattr(target, "write", None)):
-            torch.save(content, target)  # raises torch's error
+            torch.save(content, cast("Any", target))  # raises torch's error
         _save_readable(content, buffer)
 
     opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
@@ -163,8 +163,8 @@ def _write_in_place(content: object, target: Any) -> None:
 
 
 def _renew_lock() -> None:
-    global _LOCK  # noqa: PLW0603
-    _LOCK = threading.RLock()
+    global _lock  # noqa: PLW0603
+    _lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -174,13 +174,13 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def checksums_on() -> Generator[None]:
     """Make torch write checksums in a block; blocks of several threads may overlap."""
-    with _LOCK:
+    with _lock:
         _CRC_OPTIONS.append(torch.serialization.get_crc32_options())
         torch.serialization.set_crc32_options(True)
     try:
         yield
     finally:
-        with _LOCK:
+        with _lock:
             # All but the first entry are True, so the last block to end restores the user's option.
             torch.serialization.set_crc32_options(_CRC_OPTIONS.pop())
 

@@ -202,10 +202,14 @@ def _tensor(
     return tensor
 
 
+def _layout(name: Any) -> Named:
+    return Named(name[:40])
+
+
 def _tensor_of_dtype(*description: Any) -> InertTensor:
     """Describe a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
-    bits = description[7] if len(description) > 7 else None
     stored, offset, size, stride, requires_grad, hooks, dtype = description[:7]
+    bits = description[7] if len(description) > 7 else None
     return _tensor(stored, offset, size, stride, requires_grad, hooks, bits, dtype)
 
 
@@ -290,7 +294,7 @@ _NAMES: Final[dict[str, Any]] = {
     "torch._utils._rebuild_wrapper_subclass": _wrapper,
     "torch._tensor._rebuild_from_type_v2": _of_subclass,
     "torch.device": _device,
-    "torch.serialization._get_layout": lambda name: Named(name[:40]),
+    "torch.serialization._get_layout": _layout,
     **{f"builtins.{kind.__name__}": kind for kind in (set, bytes, complex)},
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,

@@ -109,7 +109,7 @@ class SafetensorsFile:
                 raise ValueError(f"the tensor {name!r} is not where its header says")
             self._places[name] = begin
             self.shapes[name] = tuple(shape)
-            self.dtypes[name] = _DTYPES.get(entry["dtype"], entry["dtype"])
+            self.dtypes[name] = str(_DTYPES.get(entry["dtype"], entry["dtype"]))
         if self._start + end != os.fstat(self._file).st_size:
             raise ValueError("its header does not fit the size of the file")
 

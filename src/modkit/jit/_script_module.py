@@ -407,9 +407,9 @@ class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
 
     forward = TorchTracedModule.forward
 
-    code = _of_forward("code")
-    inlined_graph = _of_forward("inlined_graph")
-    code_with_constants = _of_forward("code_with_constants")
+    code = _of_forward("code")  # pyright: ignore[reportIncompatibleMethodOverride]
+    inlined_graph = _of_forward("inlined_graph")  # pyright: ignore[reportIncompatibleMethodOverride]
+    code_with_constants = _of_forward("code_with_constants")  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]

@@ -224,8 +224,8 @@ def _load_by_override(
     problems = (check(name, targets[name], entries[name])[1] for name in shared)
     misfits.update(found for found in map(misfit, filter(None, problems)) if found)
     fitting: Any = OrderedDict(item for item in entries.items() if item[0] not in misfits)
-    if hasattr(entries, "_metadata"):
-        fitting._metadata = entries._metadata
+    if (metadata := getattr(entries, "_metadata", None)) is not None:
+        fitting._metadata = metadata
 
     load: Callable[..., Any] = model.load_state_dict
     try:

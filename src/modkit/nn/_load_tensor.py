@@ -102,7 +102,7 @@ def warn_if_meta(entry: Entry, *, assign: bool) -> None:
             "corresponding key in the module instead of copying them in place?)"
         )
         place = module_globals.__file__, 1, module_globals.__name__
-        registry = vars(module_globals).setdefault("__warningregistry__", {})
+        registry = module_globals.__dict__.setdefault("__warningregistry__", {})
         warnings.warn_explicit(text, UserWarning, *place, registry)
 
 

@@ -330,10 +330,10 @@ def test_a_handler_may_save_during_a_save(tmp_path: Path) -> None:
 
     from modkit.files import checkpoints
 
-    with checkpoints._LOCK, checkpoints._LOCK:
+    with checkpoints._lock, checkpoints._lock:
         child = os.fork()
         if not child:
-            taken = checkpoints._LOCK.acquire(timeout=5)
+            taken = checkpoints._lock.acquire(timeout=5)
             os._exit(0 if taken else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
