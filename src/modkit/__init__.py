@@ -77,7 +77,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name, name)
     module = importlib.import_module(f"{__name__}.{home}")
     value = module if home == name else getattr(module, name)
-    if name == "EMA":
+    if name in ("EMA", "EMACallback"):
         # A handler of a signal may save: a first import there could be interrupted half way.
         importlib.import_module(f"{__name__}.files.checkpoints")
     globals()[name] = value

@@ -6,6 +6,7 @@ import functools
 import importlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -144,9 +145,13 @@ if hasattr(os, "register_at_fork"):
 
 def critical(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """Run a function uninterrupted, in one thread at a time, and without recording gradients."""
+    is_finalizing = sys.is_finalizing
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> ResultT:
+        # While the interpreter exits, the globals of this file may be gone.
+        if is_finalizing():
+            return function(*args, **kwargs)
         with uninterrupted(), torch.no_grad():
             return function(*args, **kwargs)
 

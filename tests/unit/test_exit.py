@@ -25,6 +25,7 @@ with ema.applied(), modkit.fast_inference(models[5]), torch.no_grad():
 # The program ends inside these blocks.
 callback.on_validation_start()
 blocks = [ema.applied(), modkit.fast_inference(models[0]), modkit.fast_inference(models[5])]
+blocks += [modkit.EMACallback(models[4]).evaluating()]
 for block in blocks:
     block.__enter__()
 torch.kept = [*blocks, ema, called, averaged, post_hoc, callback, modkit.jit.script(models[5])]

@@ -1,5 +1,6 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -100,6 +101,9 @@ class Evaluation:
     in is swapped out at the latest when this object is deleted.
     """
 
+    # While the interpreter exits, the globals of torch may be gone, and no model is used again.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
     def __init__(self) -> None:
         self._swap: AbstractContextManager[None] | None = None
         # In the order in which they began. They may end in another one: blocks in generators, in
@@ -162,7 +166,7 @@ class Evaluation:
 
     @critical
     def _end(self, block: "_Block") -> None:
-        if block not in self._open:
+        if self._is_finalizing() or block not in self._open:
             return
         place = self._open.index(block)
         if block is self._open[-1]:
