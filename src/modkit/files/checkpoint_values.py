@@ -28,7 +28,7 @@ _NUMBERS: Final = (
     *("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"),
     *("f2", "f4", "f8", "c8", "c16"),
 )
-# The exceptions that pickle raises for an object that cannot be written.
+# The errors of pickle for an object that cannot be written.
 REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 _CONTAINERS: Final = (dict, list, deque)

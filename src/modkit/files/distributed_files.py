@@ -138,7 +138,3 @@ class DistributedFile:
         if not fits or record.shape != part.sizes or record.dtype != self.dtypes[name]:
             raise FileError(f"{what} has another tensor there", kinds.DISTRIBUTED)
         return opened.tensor(record)
-
-    def memory(self, name: str) -> Hashable:
-        """Return None: the format has no tied tensors."""
-        return None

@@ -38,19 +38,15 @@ _LONGEST_LOCATION: Final = 99
 UNREAD: Final = "unread pickle"
 
 
-class Named(str):
+class Named(str):  # noqa: SLOT000
     """A dtype, a device or a layout of torch, by its ``repr``."""
-
-    __slots__ = ()
 
     def __repr__(self) -> str:
         return str(self)
 
 
-class Shape(tuple[int, ...]):
+class Shape(tuple[int, ...]):  # noqa: SLOT001
     """A ``torch.Size``."""
-
-    __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> Self:
         """Make one of at most 64 numbers."""
@@ -311,7 +307,7 @@ _OF_NUMPY: Final = {
 
 @dataclass
 class Content:
-    """Content of a pickle.
+    """The content of a pickle.
 
     Attributes:
         value: The object.

@@ -66,12 +66,10 @@ _BYTES: Final = ("__builtin__.bytes", "builtins.bytes")
 # Classes of Python that a pickle may hold as values. To call them could take any time and memory.
 _NAMES_OF_VALUES: Final = ("bool", "float", "int", "list", "object", "str", "tuple")
 VALUES: Final = {
-    **{f"builtins.{name}": name for name in _NAMES_OF_VALUES},
-    **{f"__builtin__.{name}": name for name in _NAMES_OF_VALUES},
-    # pickle writes the names of Python 2.
-    "__builtin__.long": "int",
-    "__builtin__.unicode": "str",
+    f"{module}.{name}": name for module in ("builtins", "__builtin__") for name in _NAMES_OF_VALUES
 }
+# pickle writes the names of Python 2.
+VALUES.update({"__builtin__.long": "int", "__builtin__.unicode": "str"})
 Reader: TypeAlias = Literal["torch", "script", "inert"]
 _HASHING: Final = (".OrderedDict", ".Counter", ".set", ".dict", ".frozenset")
 

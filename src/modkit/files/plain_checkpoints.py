@@ -43,13 +43,7 @@ class NotPlainError(Exception):
 
 
 def plain_content(archive: Archive) -> Content | None:
-    """Return the content of a plain state dict without tensors, or None for another file.
-
-    ``torch.save`` must have written it on a machine of this byte order.
-
-    Raises:
-        FileError: If a storage has another size than the pickle states.
-    """
+    """Return the content of a plain state dict, as of this byte order, or None for another file."""
     members = archive.members
     version_names = [name for name in (".data/version", "version") if name in members]
     version = archive.text(version_names[0]).strip() if version_names else b""
@@ -106,13 +100,7 @@ class Filler:
         self.error: Exception | None = None
 
     def fill(self, content: Any, depth: int = 0) -> Any:
-        """Return the content with tensors in place of their descriptions.
-
-        Raises:
-            NotPlainError: If it holds anything else, or nests deeply.
-            FileError: If the content of a member that is read here is corrupt.
-            Exception: What ``map_location`` raises.
-        """
+        """Put tensors in place of their descriptions, or raise NotPlainError."""
         kind = type(content)
         if kind in _ATOMS:
             return content

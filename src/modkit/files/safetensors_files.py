@@ -120,10 +120,6 @@ class SafetensorsFile:
         place = self._start + self._places[name]
         return tensor_of(self._file, place, self.dtypes[name], self.shapes[name], str(self._path))
 
-    def memory(self, name: str) -> None:
-        """Return None: the format has no tied tensors."""
-        return
-
 
 def check_json(content: bytes, path: Path, kind: str) -> None:
     """Test that the objects of JSON do not take many times its size.

@@ -175,11 +175,7 @@ class Checkpoint:
                 self.unverified.append(shard)
 
     def dtype(self, name: str) -> "torch.dtype":
-        """Return the dtype of a tensor.
-
-        Raises:
-            FileError: If this torch does not have it.
-        """
+        """Return the dtype of a tensor; raise FileError if this torch does not have it."""
         import torch
 
         dtype = getattr(torch, self.dtypes[name], None)
@@ -200,7 +196,9 @@ class Checkpoint:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors, and None for one that cannot be tied."""
-        return self._homes[name].memory(name)
+        # The other formats have no tied tensors.
+        home = self._homes[name]
+        return home.memory(name) if isinstance(home, StateDictFile) else None
 
 
 def file_in(path: Path) -> Path:
@@ -261,7 +259,7 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
 
 @dataclass
 class Listing:
-    """Content of a file, by the keys that lead there, up to a budget.
+    """The content of a file by the keys that lead there, up to a budget.
 
     Attributes:
         tensors: The tensors by name; keys of nested dicts are joined by dots.

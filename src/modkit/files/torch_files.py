@@ -53,6 +53,9 @@ class TorchFile:
         archive.text("data.pkl")
         archive.verify(name for name in archive.members if not name.startswith("data/"))
         self._archive = archive
+        # Without it, torch refuses the file.
+        if archive.members.keys().isdisjoint(("version", ".data/version")):
+            raise archive.corrupt("it has no version")
         self.has_checksums = archive.has_checksums
         if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
             raise archive.corrupt("its pickle is invalid")

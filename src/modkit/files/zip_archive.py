@@ -46,6 +46,7 @@ _THREADS: Final = min(4, os.cpu_count() or 1)
 # torch compresses these.
 _CODE: Final = (".py", ".debug_pkl", "callstack_debug_map.pkl")
 _METHODS: Final = {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}
+_UTF8: Final = 0x800
 _ENCRYPTED: Final = 0x1 | 0x20 | 0x40 | 0x2000  # also patched, and with a masked table
 
 # The fields that are used of the records at the end of a file: of the end record the signature,
@@ -349,14 +350,18 @@ class Archive:
         Raises:
             FileError: If there is no local header, or the content would reach into the table.
         """
-        if not head:
-            head = read_some(self._source, member.header_offset, _LOCAL_HEADER.size)
+        name = member.orig_filename.encode("utf-8" if member.flag_bits & _UTF8 else "cp437")
+        name_at = _LOCAL_HEADER.size
+        head = head or read_some(self._source, member.header_offset, name_at + len(name))
         # The file may have become shorter.
-        fields = _LOCAL_HEADER.unpack_from(head.ljust(_LOCAL_HEADER.size, b"\0"))
-        start: int = member.header_offset + _LOCAL_HEADER.size + fields[1] + fields[2]
+        fields = _LOCAL_HEADER.unpack_from(head.ljust(name_at, b"\0"))
+        start: int = member.header_offset + name_at + fields[1] + fields[2]
         # An offset into the middle of another member.
         if fields[0] != b"PK\x03\x04":
             raise self.corrupt(f"the header of {member.filename!r} is invalid")
+        # One content under two names, or a flipped bit in one of them.
+        if fields[1] != len(name) or head[name_at : name_at + len(name)] != name:
+            raise self.corrupt(f"the header of {member.filename!r} is that of another member")
         # An extra field that moves the content into the table.
         if start + member.compress_size > self._table:
             raise self.corrupt(f"the header of {member.filename!r} is too long")

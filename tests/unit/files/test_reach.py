@@ -365,7 +365,7 @@ def test_negative_weights(tmp_path: Path) -> None:
 
 
 def test_an_index_that_names_fewer_tensors(tmp_path: Path) -> None:
-    """Tensors that its shards have beside are named."""
+    """Tensors that only its shards have are counted."""
     save_file(dict(STATE), tmp_path / "1.safetensors")
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"0.weight": "1.safetensors"}}))
