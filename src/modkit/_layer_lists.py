@@ -18,12 +18,6 @@ LONGEST_NAME: Final = 1000
 def lists_in(shapes: Shapes) -> dict[str, Entries]:
     """Return the entries of each list of layers by number, by the path of the list.
 
-    Args:
-        shapes: The shapes of the tensors of a model or checkpoint, by name.
-
-    Returns:
-        For each path that numbers follow, such as that of a ``ModuleList``, its entries.
-
     Example:
         >>> lists_in({"layers.0.fc.weight": (2, 2), "layers.1.fc.weight": (2, 3)})
         {'layers': {0: {'fc.weight': (2, 2)}, 1: {'fc.weight': (2, 3)}}}

@@ -89,11 +89,7 @@ class Note(NamedTuple):
 
 
 def shapes_of(entries: Mapping[Any, Any]) -> dict[str, Shape | None]:
-    """Return the shapes of the tensors among entries; None where one has no shape yet.
-
-    Args:
-        entries: The entries of a state dict, which may be of any content; others are left out.
-    """
+    """Return the shapes of the tensors among entries; None where one has no shape yet."""
     return {
         name: None if torch.nn.parameter.is_lazy(value) else tuple(value.shape)
         for name, value in entries.items()
@@ -105,15 +101,6 @@ def explain(
     model: Shapes, state_dict: Mapping[Any, Any], reported: Reported | None = None
 ) -> list[str]:
     """Say why a state dict does not fit a model, the cause that explains most tensors first.
-
-    Args:
-        model: The names and shapes of the model's tensors.
-        state_dict: What was given for a state dict, of any content.
-        reported: The names that a load reported as missing, as unexpected and for their shapes;
-            without it, all that differ.
-
-    Returns:
-        At most eight lines. They propose, and may name several causes where shapes do not tell.
 
     Example:
         >>> state_dict = {"module.weight": torch.ones(2, 3), "module.bias": torch.ones(2)}
@@ -130,16 +117,7 @@ or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
 
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
-    """Say how names and shapes of a checkpoint differ from a model's.
-
-    Args:
-        model: The names and shapes of the model's tensors.
-        file: Those of the checkpoint.
-        reported: As in :func:`explain`.
-
-    Returns:
-        At most eight lines, as :func:`explain` returns them.
-    """
+    """Say how names and shapes of a checkpoint differ from a model's."""
     if reported is None:
         of_other_shape = [name for name in model if name in file and file[name] != model[name]]
         reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
@@ -246,15 +224,7 @@ def _another_model(model: Collection[str], file: Collection[str]) -> str:
 
 
 def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | None:
-    """Find the state dict in a checkpoint that has it below a key, or say that there is none.
-
-    Args:
-        model: The names and shapes of the model's tensors.
-        given: What was given for a state dict.
-
-    Returns:
-        The lines to show; None if the names are those of a state dict, which fit in no way.
-    """
+    """Find the state dict in a checkpoint that has it below a key, or say that there is none."""
     for known_keys, what_it_is in _STATES.items():
         if given.keys() >= known_keys:
             return [what_it_is]
@@ -340,9 +310,6 @@ def _families(
 
     If both sides have some of a family among what does not fit, they may be renamed, and are left
     to the search for that.
-
-    Yields:
-        A note for each family that only one side has.
     """
     kinds_in_file = _kinds(surplus)
     kinds_in_model = _kinds(lacking)
@@ -407,9 +374,6 @@ def _depths(
     """Find lists of layers that are longer on one side, or that start at another number.
 
     Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
-
-    Yields:
-        A note for each list of layers whose length or first number differs.
     """
     # Lists of one kind, such as the experts of each layer, by how they differ: the tensors by path.
     found: dict[tuple[str, bool, int, int], dict[str, int]] = defaultdict(dict)
@@ -522,15 +486,7 @@ def _rest(side: str, names: list[str]) -> Iterator[Note]:
 
 
 def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -> Iterator[Note]:
-    """Find what kinds of sizes differ.
-
-    Args:
-        sizes: By the name in the model, the shape in the checkpoint and in the model.
-        total: The number of tensors in the model.
-
-    Yields:
-        A note for each kind of difference; a single one for widths, if many tensors differ in them.
-    """
+    """Find what kinds of sizes differ."""
     changed: dict[str, tuple[Shape, Shape]] = {}
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, (old, new) in sizes.items():

@@ -143,15 +143,6 @@ def find_renames(
 ) -> Renames:
     """Find the names that those of ``old`` have become in ``new``.
 
-    Args:
-        old: All tensors of one side.
-        new: All tensors of the other side.
-        surplus: The old names in question; without it, those that ``new`` lacks.
-        lacking: The new names in question; without it, those that ``old`` lacks.
-
-    Returns:
-        The rules, the pairs of names that are certain, and what is left. It is deterministic.
-
     Example:
         >>> old = {"net.fc.weight": (4, 2), "net.fc.bias": (4,)}
         >>> renames = find_renames(old, {"fc.weight": (4, 2), "fc.bias": (4,)})
@@ -210,10 +201,6 @@ def _numbers(name: str) -> Parts:
 
 def starred(name: str, most: int = LONGEST_NAME) -> str:
     """Return a name with ``*`` in place of its numbers, or of the first ones.
-
-    Args:
-        name: The name of a tensor or a module.
-        most: How many numbers to replace.
 
     Example:
         >>> starred("layers.0.blocks.1.weight", most=1)
@@ -331,13 +318,6 @@ def _find_head(renames: Renames, enough: int) -> bool:
     """Find a beginning of names whose other parts stay: a prefix, or another home of layers.
 
     Each pair of names that share a long end votes for the beginnings before it.
-
-    Args:
-        renames: What is left, and what is found.
-        enough: The number of names that could be renamed; a prefix is of a quarter of them.
-
-    Returns:
-        Whether a beginning was found, so that there may be another one.
     """
     votes: Counter[_Heads] = Counter()
     fits: Counter[_Heads] = Counter()
@@ -407,16 +387,7 @@ def _with_new_head(names: Iterable[str], heads: _Heads) -> dict[str, str]:
 
 
 def _find_renumbered(renames: Renames, old: Shapes, new: Shapes) -> set[str]:
-    """Remove the tensors of lists in which layers were inserted or removed.
-
-    Args:
-        renames: What is left, and what is found.
-        old: All tensors of one side.
-        new: All tensors of the other side.
-
-    Returns:
-        The paths of lists in which a name that both sides have is not one layer.
-    """
+    """Remove the tensors of lists in which layers were inserted or removed."""
     current = {original: name for name, original in renames.original.items()} | renames.pairs
     originals = {current.get(name, name): name for name in old}
     old_lists = lists_in({name: old[original] for name, original in originals.items()})
@@ -448,12 +419,7 @@ def _find_renumbered(renames: Renames, old: Shapes, new: Shapes) -> set[str]:
 
 
 def _find_joined(renames: Renames, kind: Literal["join", "split"]) -> None:
-    """Find tensors of one module whose sizes add up to that of one tensor of the other side.
-
-    Args:
-        renames: What is left, and what is found.
-        kind: ``"join"`` if the old side has the parts, ``"split"`` if the new side has them.
-    """
+    """Find tensors of one module whose sizes add up to that of one tensor of the other side."""
     parts = renames.old if kind == "join" else renames.new
     wholes = renames.new if kind == "join" else renames.old
     # The first dimension of tensors that could be joined, by what they share and by module.
@@ -531,16 +497,7 @@ class _Reading(NamedTuple):
 
 
 def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str]) -> int:
-    """Find modules that have the same tensors, and then tensors of the same shape.
-
-    Args:
-        renames: What is left, and what is found.
-        unique: The shapes that one tensor of each side has.
-        disordered: The lists whose numbers say nothing.
-
-    Returns:
-        The number of tensors that certainly are one of the other side.
-    """
+    """Find modules that have the same tensors, and then tensors of the same shape."""
     explained = 0
     for by_module in (True, False):
         old = _contents(renames.old, by_module=by_module)
@@ -592,13 +549,7 @@ def _match_rest(renames: Renames, unique: set[Shape | None], disordered: set[str
 
 
 def _shown(renames: Renames, olds: Mapping[str, str], news: Iterable[str]) -> Parts:
-    """Return the parts in which names differ, as the file has them.
-
-    Args:
-        renames: The names that the old ones had before other rules.
-        olds: Old names, each with that of one of its tensors.
-        news: New names.
-    """
+    """Return the parts in which names differ, as the file has them."""
     originals = [
         renames.original[tensor].removesuffix(tensor.removeprefix(name))
         for name, tensor in olds.items()
@@ -704,14 +655,7 @@ def _certain_pairs(
     contents: Mapping[str, Content],
     evidence: _Evidence,
 ) -> dict[str, str]:
-    """Return which names certainly are which.
-
-    Args:
-        olds: Old names that could be any of ``news``.
-        news: New names.
-        contents: The content of each old name.
-        evidence: What all names together say.
-    """
+    """Return which names certainly are which."""
     if len(olds) == len(news) == 1:
         old = olds[0]
         new = news[0]
@@ -771,12 +715,6 @@ def _is_evident(old: str, new: str, content: Content, evidence: _Evidence) -> bo
 def beginnings(name: str) -> list[str]:
     """Return the beginnings of a name that end with a whole part, and the name itself last.
 
-    Args:
-        name: Dotted name.
-
-    Returns:
-        The beginnings, from the shortest to the longest.
-
     Example:
         >>> beginnings("blocks.0.weight")
         ['blocks', 'blocks.0', 'blocks.0.weight']
@@ -786,13 +724,6 @@ def beginnings(name: str) -> list[str]:
 
 def paths_after(new_names: Mapping[str, str]) -> dict[str, list[str | None]]:
     """Return where the tensors below the path of each module are after a renaming.
-
-    Args:
-        new_names: The new name of each tensor; its old one if it is not renamed.
-
-    Returns:
-        All paths below which some of them have the names relative to the module that they had; None
-        stands for tensors whose relative names have changed.
 
     Example:
         >>> paths_after({"fc.weight": "head.weight", "fc.bias": "head.bias"})

@@ -114,10 +114,6 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
     From XLA to XLA, ``Tensor.copy_`` and ``Tensor.clone`` share memory (torch_xla 2.9). An
     operation in place on the target then reuses it, and the source is lost. The result of an
     operation is not shared.
-
-    Args:
-        target: The tensor to write to.
-        source: A tensor of its shape.
     """
     target.copy_(torch.stack((source,))[0] if _IS_XLA(source) else source)
 
@@ -125,13 +121,7 @@ def copy_(target: torch.Tensor, source: torch.Tensor) -> None:
 def copy_all_(
     targets: list[torch.Tensor], sources: list[torch.Tensor], *, mixed: bool = False
 ) -> None:
-    """Copy each tensor of a list, across dtypes and devices.
-
-    Args:
-        targets: The tensors to write to, plain ones or of one subclass.
-        sources: A tensor for each target, of its shape.
-        mixed: Whether the tensors of a list may be on several devices.
-    """
+    """Copy each tensor of a list, across dtypes and devices."""
     if mixed and any(map(_IS_XLA, chain(targets, sources))):
         _copy_each_(targets, sources)
     else:
@@ -151,13 +141,6 @@ def copier(target: torch.Tensor, source: torch.Tensor) -> ListCopier:
 
     The list kernel raises or crashes for tensors of XLA beside tensors of other devices, and
     subclasses may have none.
-
-    Args:
-        target: The tensor to write to.
-        source: The tensor to copy.
-
-    Returns:
-        A function of targets and sources.
     """
     is_safe = type(target) in PLAIN and type(source) in PLAIN
     is_safe = is_safe and not (_IS_XLA(target) or _IS_XLA(source))
@@ -189,25 +172,14 @@ layer_loaders = frozenset(
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a number that tensors share if they share memory, meta tensors included.
-
-    Args:
-        tensor: A tensor with a storage.
-
-    Returns:
-        The address of the storage's C++ object, valid while the storage lives.
-    """
+    """Return a number that tensors share if they share memory, meta tensors included."""
+    # The address of the storage's C++ object, valid while the storage lives.
     identity: int = tensor.untyped_storage()._cdata
     return identity
 
 
 def skip_code(code: CodeType, calls: str = "DEFAULT") -> None:
-    """Let dynamo run a code object in eager mode, unless it traces the caller.
-
-    Args:
-        code: The code object; functions defined in it are included.
-        calls: The rule for what it calls: ``"DEFAULT"``, or ``"SKIP"`` for eager mode, too.
-    """
+    """Let dynamo run a code object in eager mode, unless it traces the caller."""
     frames = cast("Any", torch._C)._dynamo.eval_frame
     actions = frames._FrameAction
     frames.set_code_exec_strategy(
@@ -223,9 +195,6 @@ def skip_frames(file: ModuleType) -> None:
 
     Dynamo traces them where compiled code calls them. Called after a graph break, they run as they
     are: a frame of its own would be one more graph, and tables of hooks in it would become copies.
-
-    Args:
-        file: The module of the file.
     """
     members = [*vars(file).values()]
     for cls in [member for member in members if isinstance(member, type)]:
@@ -244,12 +213,6 @@ def never_compiled(function: FunctionT) -> FunctionT:
     """Let dynamo run a function, and all that it calls, in eager mode: one graph break.
 
     Unlike ``torch.compiler.disable``, it neither imports dynamo nor adds a frame to eager calls.
-
-    Args:
-        function: The function.
-
-    Returns:
-        The function itself, so that this can decorate it.
     """
     skip_code(function.__code__, calls="SKIP")
     cast("Any", function)._torchdynamo_disable = True
@@ -271,11 +234,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 def steps_in_progress() -> list[torch.optim.Optimizer]:
-    """Return the optimizers whose ``step()`` is running in this thread, innermost first.
-
-    Returns:
-        The optimizers, read from the frames of torch's wrapper around ``step()``.
-    """
+    """Return the optimizers whose ``step()`` is running in this thread, innermost first."""
     calls = (
         frame
         for frame in _frames()
@@ -290,34 +249,18 @@ def is_allocating_state() -> bool:
 
     ``torch.distributed.checkpoint`` allocates an optimizer's state by one: it sets learning rates
     and gradients to zero, and calls ``step(closure=None)``.
-
-    Returns:
-        True if the function that does so is on the stack.
     """
     return any(frame.f_code.co_name == _ALLOCATES_STATE for frame in _frames())
 
 
 def step_hooks(optimizer: object) -> object | None:
-    """Return the table of hooks before each step; wrappers share it with the optimizer inside.
-
-    Args:
-        optimizer: An optimizer, or an object around one.
-
-    Returns:
-        The table; None if there is none.
-    """
+    """Return the table of hooks before each step; wrappers share it with the optimizer inside."""
     return getattr(optimizer, "_optimizer_step_pre_hooks", None)
 
 
 def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does.
-
-    Args:
-        optimizer: An optimizer.
-
-    Returns:
-        False for a class that replaces ``step`` later.
-    """
+    """Return True if torch has wrapped ``step()`` to run hooks, as ``Optimizer.__init__`` does."""
+    # It has not for a class that replaces ``step`` later.
     return bool(getattr(type(optimizer).step, "hooked", False))
 
 
@@ -325,12 +268,6 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
     """Return a check that strided tensors keep their type, shape and address.
 
     It fails under another grad mode or autocast.
-
-    Args:
-        tensors: The tensors.
-
-    Returns:
-        A function that returns True if they do; None if this release of torch has no such check.
     """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
@@ -345,21 +282,13 @@ def tensor_guard(tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
 
 
 def readable_globals() -> dict[str, Any]:
-    """Return the classes and functions that ``torch.load(weights_only=True)`` reads now.
-
-    Returns:
-        The objects by name, those that the user allows included.
-    """
+    """Return the classes and functions that ``torch.load(weights_only=True)`` reads now."""
     theirs = cast("Any", torch)._weights_only_unpickler
     return {**theirs._get_allowed_globals(), **allowed_by_user()}
 
 
 def allowed_by_user() -> dict[str, Any]:
-    """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now.
-
-    Returns:
-        The objects by name.
-    """
+    """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now."""
     allowed: dict[str, Any] = cast("Any", torch)._weights_only_unpickler._get_user_allowed_globals()
     return allowed
 
@@ -371,15 +300,6 @@ def load_with_names(
 
     It changes nothing that other threads see: torch's list of names belongs to the process, so a
     copy of torch's function reads another one.
-
-    Args:
-        file: The file, open for reading.
-        map_location: Where tensors are loaded to, as for ``torch.load``.
-        names: Classes and functions that the file may name, besides those that torch allows.
-        mapped: The path to map into memory, in place of reading tensors; None to read them.
-
-    Returns:
-        The object in the file.
     """
     theirs: Any = cast("Any", torch)._weights_only_unpickler
     load = theirs.Unpickler.load
@@ -403,11 +323,8 @@ shares_all_storages = TorchVersion(torch.__version__) >= "2.15"
 
 
 def sparse_tensors_to_check() -> list[torch.Tensor]:
-    """Return the list of tensors that ``torch.load`` of this thread will check.
-
-    Returns:
-        The list itself. Before torch 2.15, all threads have one.
-    """
+    """Return the list of tensors that ``torch.load`` of this thread will check."""
+    # The list itself. Before torch 2.15, all threads have one.
     theirs: Any = cast("Any", torch)._utils
     found: list[torch.Tensor]
     if hasattr(theirs, "_get_sparse_tensors_to_validate"):
@@ -427,33 +344,19 @@ def is_meta(map_location: Any) -> bool:
     """Return True if ``torch.load`` reads no content of tensors for a ``map_location``.
 
     Newer releases do so for ``"meta"``.
-
-    Args:
-        map_location: As for ``torch.load``.
-
-    Returns:
-        False for releases that read the content and then drop it.
     """
     rule = getattr(torch.serialization, "_is_meta_location", None)
     return bool(rule and rule(map_location))
 
 
 def modes_are_active() -> bool:
-    """Return True inside a mode that changes what functions of torch do, or skips data of files.
-
-    Returns:
-        False where functions of torch may be replaced by equal ones.
-    """
+    """Return True inside a mode that changes what functions of torch do, or skips data of files."""
     modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
     return bool(modes or cast("Any", torch.serialization)._serialization_tls.skip_data)
 
 
 def transforms_are_active() -> bool:
-    """Return True inside dispatch modes, transforms of ``torch.func`` and forward AD.
-
-    Returns:
-        False where an operation on a list of tensors may stand for one on each.
-    """
+    """Return True inside dispatch modes, transforms of ``torch.func`` and forward AD."""
     return bool(
         torch._C._len_torch_dispatch_stack()
         or cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
@@ -466,9 +369,5 @@ skip_code(modes_are_active.__code__)
 
 
 def tensors_are_fake() -> bool:
-    """Return True inside a mode in which ``torch.load`` makes tensors without memory.
-
-    Returns:
-        True inside ``FakeTensorMode``.
-    """
+    """Return True inside a mode in which ``torch.load`` makes tensors without memory."""
     return bool(cast("Any", torch)._guards.detect_fake_mode(None))

@@ -21,12 +21,6 @@ def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
 
     What they return is checked like what was to be registered. Torch stores it unseen, and the
     error comes up in a place that has nothing to do with the hook.
-
-    Returns:
-        The new member, or its replacement.
-
-    Raises:
-        TypeError: If a hook has returned an object of another kind.
     """
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
     result = value
@@ -57,9 +51,6 @@ def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any
 
     A member with the name of a method, for instance, would take the place of what makes the module
     work.
-
-    Raises:
-        KeyError: If the module has another attribute of that name.
     """
     if not isinstance(name, str) or "." in name or name == "":
         return False

@@ -32,25 +32,13 @@ class Replacements(dict[int, tuple[weakref.ref[Any], Any]]):
     """
 
     def find(self, tensor: torch.Tensor) -> Any:
-        """Return the replacement of a tensor.
-
-        Args:
-            tensor: A tensor that may have been replaced.
-
-        Returns:
-            What it was replaced by; None if it was not.
-        """
+        """Return the replacement of a tensor."""
         reference, replacement = self.get(id(tensor), (None, None))
         # Another tensor may have got the identity of one that is gone.
         return replacement if reference is not None and reference() is tensor else None
 
     def note(self, tensor: torch.Tensor, replacement: torch.Tensor) -> None:
-        """Remember what a tensor was replaced by.
-
-        Args:
-            tensor: The tensor that is gone from the model.
-            replacement: The tensor in its place.
-        """
+        """Remember what a tensor was replaced by."""
         self[id(tensor)] = (weakref.ref(tensor), replacement)
 
 

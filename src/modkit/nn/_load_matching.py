@@ -211,15 +211,7 @@ def _load_by_override(
     targets: Mapping[str, torch.Tensor],
     misfits: dict[str, str],
 ) -> tuple[Iterable[str], Iterable[str]]:
-    """Call the model's own ``load_state_dict`` with what fits.
-
-    Returns:
-        The missing and the unexpected keys. Some overrides do not return them; then the names are
-        compared.
-
-    Raises:
-        TypeError: If it has no argument ``strict``.
-    """
+    """Call the model's own ``load_state_dict`` with what fits."""
     shared = entries.keys() & targets.keys()
     problems = (check(name, targets[name], entries[name])[1] for name in shared)
     misfits.update(found for found in map(misfit, filter(None, problems)) if found)
@@ -237,6 +229,7 @@ def _load_by_override(
             "torch.nn.Module.load_state_dict(). Nothing has been changed."
         ) from error
 
+    # Some overrides do not return the keys; then the names are compared.
     keys: tuple[Iterable[str], Iterable[str]] | None = load(fitting, strict=False)
     if keys is None:
         names = {*targets, *model.state_dict()}

@@ -46,12 +46,6 @@ def read_once(state_dict: Mapping[str, Any]) -> Any:
     """Return the entries of a mapping as a dict, which can be read again.
 
     A mapping that is not a dict may read files, or give its entries away.
-
-    Args:
-        state_dict: Names to tensors and extra state.
-
-    Returns:
-        The argument itself if it is a dict.
     """
     if isinstance(state_dict, dict):
         return state_dict
@@ -94,14 +88,7 @@ class Load:
         self.errors: list[str] = []
 
     def local_metadata(self, prefix: str) -> dict[str, Any]:
-        """Return the metadata of one module, and whether to assign.
-
-        Args:
-            prefix: The prefix of the module's keys, with a dot at its end unless it is the root.
-
-        Returns:
-            A dict that the module may edit.
-        """
+        """Return the metadata of one module, and whether to assign."""
         # A copy, so that the flag does not stay behind in the caller's state dict.
         local = {} if self.metadata is None else dict(self.metadata.get(prefix[:-1], {}))
         # Torch leaves the flag of an earlier load in the state dict, and so in files.
@@ -111,15 +98,7 @@ class Load:
         return local
 
     def refuse(self, module: torch.nn.Module, *, strict: bool) -> None:
-        """Raise all that is wrong as one error.
-
-        Args:
-            module: The module that is loaded, whose name the error has.
-            strict: Whether missing and unexpected keys are errors.
-
-        Raises:
-            RuntimeError: If something is wrong. Its notes say why, if that can be told.
-        """
+        """Raise all that is wrong as one error."""
         if not (self.errors or self.missing or self.unexpected):
             return
 
@@ -156,12 +135,6 @@ class Load:
 
         Hooks and classes may load under other names, so only the names that the load reported
         count.
-
-        Args:
-            module: The module that the entries do not fit.
-
-        Returns:
-            The lines; none if the reason cannot be found out.
         """
         # Imported here: it costs nothing until a load has failed.
         from modkit._mismatches import explain, shapes_of
@@ -190,12 +163,7 @@ class Plan:
         self.added = 0
 
     def check(self, loading: Load, *, strict: bool) -> None:
-        """Collect the errors, those among them that torch would meet while writing.
-
-        Args:
-            loading: The load, which gets the errors.
-            strict: Whether missing and unexpected keys are errors.
-        """
+        """Collect the errors, those among them that torch would meet while writing."""
         if not (self.unsure or self.added):
             return
 
@@ -215,11 +183,7 @@ class Plan:
                     loading.errors += try_out(entry, assign=assign)
 
     def write(self, loading: Load) -> None:
-        """Write all entries, which are without errors.
-
-        Args:
-            loading: The load, which gets the errors of entries that only an attempt could test.
-        """
+        """Write all entries, which are without errors."""
         if not self.entries:
             return
         with torch.no_grad():
@@ -310,14 +274,7 @@ class _NotPlannedError(Exception):
 
 
 def may_plan(module: torch.nn.Module) -> bool:
-    """Return False if it is certain, before any entry is looked at, that there will be no plan.
-
-    Args:
-        module: The root of the tree that is loaded.
-
-    Returns:
-        True if ``make_plan`` has to find out.
-    """
+    """Return False if it is certain, before any entry is looked at, that there will be no plan."""
     state = module.__dict__
     return (
         not state.get("_load_state_dict_post_hooks")
@@ -330,16 +287,7 @@ def may_plan(module: torch.nn.Module) -> bool:
 
 
 def make_plan(module: torch.nn.Module, loading: Load) -> Plan | None:
-    """Check all entries and write none.
-
-    Args:
-        module: The root of the tree that is loaded.
-        loading: The load. If there is no plan it is used up: layers may have migrated entries.
-
-    Returns:
-        What to write; None if a class or a hook takes part in loading.
-
-    """
+    """Check all entries and write none; None if a class or a hook takes part in loading."""
     plan = Plan()
     classes = _PlannedClasses()
     met = {id(module)}
@@ -417,11 +365,7 @@ class _PlannedClasses(dict[type, dict[str, object] | None]):
 def _plan_one(
     module: torch.nn.Module, prefix: str, loading: Load, plan: Plan, classes: _PlannedClasses
 ) -> None:
-    """Check the entries of one module, and add them to the plan.
-
-    Raises:
-        _NotPlannedError: The class or a hook takes part in loading.
-    """
+    """Check the entries of one module, and add them to the plan."""
     migrating = classes[type(module)]
     if migrating is None:
         raise _NotPlannedError
@@ -493,20 +437,7 @@ def check_own(
     plan: Plan | None = None,
     assign: bool = False,
 ) -> None:
-    """Add the entries for one module's tensors, or their problems; and missing or unsure keys.
-
-    Args:
-        module: The module; the ones below it are not looked at.
-        entries: The state dict, or the part of it for this module and all below.
-        prefix: The prefix of the module's keys.
-        checked: Gets an ``Entry`` to write, or the text of a problem, for each key that is there.
-        missing: Gets the other keys.
-        plan: Gets the keys of entries that may fail; None if entries are written right after this.
-        assign: Whether the entries will be assigned.
-
-    Raises:
-        _NotPlannedError: With a plan, a name has a dot, so that its key may be that of a child.
-    """
+    """Add the entries for one module's tensors, or their problems; and missing or unsure keys."""
     # Read as attributes: a class may have a property of such a name.
     places: tuple[tuple[Any, Any], ...] = ((module._parameters, ()),)
     buffers = module._buffers
@@ -539,14 +470,7 @@ def check_own(
 
 
 def own_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of the tensors that a module saves and loads itself.
-
-    Args:
-        module: The module; the ones below it are not looked at.
-
-    Returns:
-        The names of parameters and persistent buffers that are not None.
-    """
+    """Return the names of the tensors that a module saves and loads itself."""
     buffers = module._buffers
     transient = module._non_persistent_buffers_set if buffers else ()
     persistent = (item for item in buffers.items() if item[0] not in transient)
@@ -555,14 +479,7 @@ def own_names(module: torch.nn.Module) -> set[str]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and persistent buffers under all of their names.
-
-    Args:
-        model: The root of a tree of modules.
-
-    Returns:
-        The tensors by dotted name; a tied one is there once for each of its names.
-    """
+    """Return the parameters and persistent buffers under all of their names."""
     tensors: dict[str, torch.Tensor] = {}
 
     def enter(name: str, module: torch.nn.Module, prefix: str) -> str:

@@ -296,12 +296,6 @@ class _Part:
 
         They are sorted again after an edit: a hook may keep the dict of its module, and edit it
         while a child is loaded.
-
-        Args:
-            name: The name of the child.
-
-        Returns:
-            The part for the child and all below it.
         """
         path = f"{self.prefix}{name}."
         if "." in name:

@@ -38,16 +38,7 @@ _PLAIN_DTYPES: Final = frozenset(
 
 
 def check(key: str, target: torch.Tensor, value: Any) -> tuple[Any, str | None]:
-    """Check the type and shape of a value; the model is unchanged.
-
-    Args:
-        key: The key in the state dict.
-        target: The current tensor of the model.
-        value: What the state dict has.
-
-    Returns:
-        The value to load, and the problem with it, or None.
-    """
+    """Check the type and shape of a value; the model is unchanged."""
     if type(value) not in PLAIN and not torch.overrides.is_tensor_like(value):
         return value, (
             f'While copying the parameter named "{key}", '
@@ -107,16 +98,7 @@ def warn_if_meta(entry: Entry, *, assign: bool) -> None:
 
 
 def may_fail(target: torch.Tensor, value: torch.Tensor, assign: bool) -> bool:
-    """Return True if only an attempt shows whether one plain tensor loads into another.
-
-    Args:
-        target: A tensor of the model, of a plain type.
-        value: A tensor of its shape, of a plain type.
-        assign: Whether it will be assigned.
-
-    Returns:
-        False if the entry certainly loads.
-    """
+    """Return True if only an attempt shows whether one plain tensor loads into another."""
     dtype = value.dtype
     if assign:
         has_gradients = dtype.is_floating_point or dtype.is_complex
@@ -147,15 +129,7 @@ def _is_of_inference_mode(tensor: torch.Tensor) -> bool:
 
 
 def try_out(entry: Entry, *, assign: bool) -> list[str]:
-    """Find the problem that writing a checked entry would give; the model is unchanged.
-
-    Args:
-        entry: An entry of which ``may_fail`` is True.
-        assign: Whether it will be assigned.
-
-    Returns:
-        The text of the problem in a list; an empty list if there is none.
-    """
+    """Find the problem that writing a checked entry would give; the model is unchanged."""
     _, _, _, key, target, value = entry
 
     # The steps of ``write``, on a copy of the target: their error is the problem.
@@ -200,17 +174,7 @@ def _failure(action: str, key: str, target: torch.Tensor, value: Any, error: Bas
 
 
 def write(entry: Entry, *, assign: bool, ties: Ties | None) -> list[str]:
-    """Write one checked entry, in a context without gradients.
-
-    Args:
-        entry: An entry that fits.
-        assign: Whether it is assigned, instead of copied.
-        ties: The parameters that this load has assigned. None if the target has no other name, so
-            that nothing has to be remembered.
-
-    Returns:
-        The text of the problem in a list; an empty list if there is none.
-    """
+    """Write one checked entry, in a context without gradients."""
     module, _, name, key, target, value = entry
     swap = torch.__future__.get_swap_module_params_on_conversion()
 

@@ -33,14 +33,7 @@ Methods = tuple[tuple[str, object], ...]
 
 
 def standard(function: FunctionT) -> FunctionT:
-    """Declare a function as ours for torch's of that name.
-
-    Args:
-        function: A method that looks for a patch of torch's itself.
-
-    Returns:
-        The function, named as a method of ``Module``.
-    """
+    """Declare a function as ours for torch's of that name."""
     STANDARD.add(id(function))
     function.__qualname__ = f"Module.{function.__name__}"
     return function
@@ -51,13 +44,6 @@ def of_torch(module: torch.nn.Module, name: str) -> Any:
 
     What is put there need not be a function: it is bound as Python binds attributes of a class. A
     mock, for instance, is called without the module.
-
-    Args:
-        module: The module.
-        name: The name of the method.
-
-    Returns:
-        What the module would have as this attribute if modkit did not override it.
     """
     if is_dynamo_compiling():
         # Dynamo traces functions.
@@ -72,12 +58,6 @@ def patchable(function: FunctionT) -> FunctionT:
 
     Compiled code has the graphs that it has with torch: dynamo traces torch's method. What it
     cannot trace it calls, and that is ours.
-
-    Args:
-        function: A method of the name and signature of torch's.
-
-    Returns:
-        The method for ``Module``.
     """
     name = function.__name__
     original = original_methods[name]
@@ -110,27 +90,12 @@ def _note_forgotten_init(error: AttributeError) -> None:
 
 
 def methods(*names: str) -> Methods:
-    """Return methods as ``all_standard`` takes them.
-
-    Args:
-        *names: Names of methods of ``torch.nn.Module``.
-
-    Returns:
-        Each name with the function that torch wrote.
-    """
+    """Return methods as ``all_standard`` takes them."""
     return tuple((name, original_methods[name]) for name in names)
 
 
 def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
-    """Return True if no class, instance or patch overrides one of some methods.
-
-    Args:
-        module: Any module.
-        asked: The methods, from ``methods()``.
-
-    Returns:
-        False if anything else than torch's functions and ours would run.
-    """
+    """Return True if no class, instance or patch overrides one of some methods."""
     cls = type(module)
     # It may return another method than the class has.
     if cls.__getattribute__ is not object.__getattribute__:
@@ -146,15 +111,7 @@ def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
 
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
-    """Return True if no class, instance or patch overrides a method.
-
-    Args:
-        module: Any module.
-        method: The name of the method.
-
-    Returns:
-        False if anything else than torch's function and ours would run.
-    """
+    """Return True if no class, instance or patch overrides a method."""
     return all_standard(module, ((method, original_methods[method]),))
 
 
@@ -189,14 +146,7 @@ class StandardClasses(dict[type, bool]):
 
 @functools.cache
 def standard_classes(*names: str) -> type[StandardClasses]:
-    """Return the caches for walks that ask for some methods.
-
-    Args:
-        *names: Names of methods of ``torch.nn.Module``.
-
-    Returns:
-        A class of caches. Each walk makes one, since classes and patches change between walks.
-    """
+    """Return the caches for walks that ask for some methods."""
     return type("StandardClasses", (StandardClasses,), {"asked": methods(*names)})
 
 

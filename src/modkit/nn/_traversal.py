@@ -39,17 +39,7 @@ class _Seen:
         self._remember = remember
 
     def is_new(self, module: torch.nn.Module) -> bool:
-        """Return True if a module is met for the first time, and remember it.
-
-        Args:
-            module: A module of the walk.
-
-        Returns:
-            False if the walk has met it, or if it is in the memo.
-
-        Raises:
-            TypeError: If it cannot be hashed, and the caller's memo compares by hash.
-        """
+        """Return True if a module is met for the first time, and remember it."""
         try:
             is_in_set = module in self.met
         except TypeError:
@@ -64,14 +54,7 @@ class _Seen:
         return True
 
     def is_another(self, module: torch.nn.Module) -> bool:
-        """Return True if a module is new although the set holds an equal one or cannot hold it.
-
-        Args:
-            module: A module that the set holds, or that cannot be hashed.
-
-        Returns:
-            False if the walk has met this very module.
-        """
+        """Return True if a module is new although the set holds an equal one or cannot hold it."""
         hashing = cast("object", type(module).__hash__)
         if hashing is object.__hash__ or id(module) in self.unlike:
             return False
@@ -84,11 +67,7 @@ class _Seen:
         return True
 
     def share(self) -> set[torch.nn.Module]:
-        """Return the memo for an override; from then on the walk uses it too.
-
-        Returns:
-            The caller's memo, or a set that also carries what it cannot hold.
-        """
+        """Return the memo for an override; from then on the walk uses it too."""
         if self._by_identity and not isinstance(self.met, _Memo):
             memo = _Memo(self.met)
             memo.unlike = self.unlike
