@@ -316,13 +316,14 @@ class Options:
         # The first glob that matches decides.
         globs = self.buffers.items() if isinstance(self.buffers, Mapping) else ()
         asked = (policy for glob, policy in globs if fnmatch.fnmatchcase(member.name, glob))
-        policy: BufferPolicy | None = next(asked, None)
+        policy = next(asked, None)
         if policy is None:
             # Torch leaves these out of the state: a cache, a mask, a table of angles.
             if not (member.persistent or self.copy_rest):
                 return "ignore"
-            is_one = has_average and not isinstance(self.buffers, Mapping)
-            policy = cast("BufferPolicy", self.buffers) if is_one else "copy"
+            if isinstance(self.buffers, Mapping) or not has_average:
+                return "copy"
+            return self.buffers
         return "copy" if policy == "average" and not has_average else policy
 
     def split(
