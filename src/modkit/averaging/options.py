@@ -313,18 +313,14 @@ class Options:
                 return "copy" if self.copy_rest else "ignore"
             return "average" if has_average or self.integers else "copy"
 
-        # The first glob that matches decides.
-        globs = self.buffers.items() if isinstance(self.buffers, Mapping) else ()
-        asked = (policy for glob, policy in globs if fnmatch.fnmatchcase(member.name, glob))
-        policy = next(asked, None)
-        if policy is None:
-            # Torch leaves these out of the state: a cache, a mask, a table of angles.
-            if not (member.persistent or self.copy_rest):
-                return "ignore"
-            if isinstance(self.buffers, Mapping) or not has_average:
-                return "copy"
-            return self.buffers
-        return "copy" if policy == "average" and not has_average else policy
+        for glob, policy in self.buffers.items() if isinstance(self.buffers, Mapping) else ():
+            # The first glob that matches decides.
+            if fnmatch.fnmatchcase(member.name, glob):
+                return "copy" if policy == "average" and not has_average else policy
+        # Torch leaves these out of the state: a cache, a mask, a table of angles.
+        if not (member.persistent or self.copy_rest):
+            return "ignore"
+        return "copy" if isinstance(self.buffers, Mapping) or not has_average else self.buffers
 
     def split(
         self, model: NamedTensors, averaged: Iterable[str] = ()
