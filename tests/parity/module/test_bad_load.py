@@ -183,9 +183,7 @@ def test_a_refused_load_warns_of_copies_to_the_meta_device(impl: Implementation)
         module.load_state_dict({"a": torch.ones(2)})
 
     assert len(caught) == 1
-    assert caught[0].filename == (
-        torch.nn.modules.module.__file__ if impl.name == "torch" else __file__
-    )
+    assert caught[0].filename == torch.nn.modules.module.__file__
 
 
 @for_each("tied", [False, True])
