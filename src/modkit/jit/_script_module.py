@@ -389,12 +389,13 @@ class RecursiveScriptModule(ScriptModule, TorchRecursiveScriptModule):  # type: 
 
 def _of_forward(name: str) -> property:
     """Return torch's property of a compiled ``forward``, for a class whose own one only raises."""
-    read = getattr(TorchRecursiveScriptModule, name).fget
 
     def read_compiled(module: Any) -> Any:
         # A child that was not called while its parent was traced has none.
         if not module._c._has_method("forward"):
             raise AttributeError(name)
+        # Looked up here: without the compiler, torch's class has no such property.
+        read = getattr(TorchRecursiveScriptModule, name).fget
         return read(SimpleNamespace(forward=module._c._get_method("forward")))
 
     return property(read_compiled)
