@@ -41,7 +41,6 @@ MAX_NAME: Final = 1000  # the characters of a name in a listing
 _BUDGET: Final = 1 << 26
 _DEEPEST: Final = 16
 _MOST_KEYS: Final = 10
-_NO_MEMORY: Final = "a tensor without plain memory (sparse, quantized, nested or float4)"
 
 
 class StateDictFile:
@@ -410,8 +409,7 @@ def _advice(keys: Sequence[str]) -> str:
     """Return the end of an error: the keys to choose from."""
     if not keys or "" in keys:
         return "; it needs no key" if keys else "; no key leads to tensors only"
-    more = ", ..." if len(keys) > _MOST_KEYS else ""
-    return f"; choose a key: {', '.join(keys[:_MOST_KEYS])}{more}"
+    return f"; choose a key: {', '.join(keys[:_MOST_KEYS])}"
 
 
 def _problem_of(name: object, value: object) -> str | None:
@@ -425,7 +423,7 @@ def _problem_of(name: object, value: object) -> str | None:
     if value.problem == "wrapped":
         return "a tensor of a class that wraps others, such as a sharded one"
     if value.problem or value.dtype == "float4_e2m1fn_x2":
-        return _NO_MEMORY
+        return "a tensor without plain memory (sparse, quantized, nested or float4)"
     # An expanded tensor has more elements than the file.
     assert value.storage is not None
     if value.nbytes > max(value.storage.nbytes, _MOST_EXPANDED):
