@@ -118,9 +118,6 @@ or AveragedModel): remove it, or pass strip='module.' to modkit.load_matching()
 
 def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> list[str]:
     """Say how names and shapes of a checkpoint differ from a model's."""
-    if reported is None:
-        of_other_shape = [name for name in model if name in file and file[name] != model[name]]
-        reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
     notes: list[Note] = []
     parts = _wrapper_parts(file, model)
     names = {name: without_parts(name, parts) for name in file}
@@ -128,12 +125,12 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
         changed = [name for name in names if names[name] != name]
         notes.append(Note(_PREFIX, len(changed), _say_wrappers(parts, len(changed), len(file))))
         file = {names[name]: shape for name, shape in file.items()}
-        reported = (
-            [name for name in reported[0] if name not in file],
-            [name for name in map(names.get, reported[1]) if name and name not in model],
-            [name for name in model if name in file and file[name] != model[name]],
-        )
+        # What was reported has other names.
+        reported = None
 
+    if reported is None:
+        of_other_shape = [name for name in model if name in file and file[name] != model[name]]
+        reported = model.keys() - file.keys(), file.keys() - model.keys(), of_other_shape
     missing = set(reported[0])
     unexpected = set(reported[1])
     lacking = {name: shape for name, shape in model.items() if name in missing}
