@@ -24,7 +24,7 @@ _MOST_NESTED: Final = 4
 _OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
 # Below this portion of names that rules explain, what they explain are coincidences.
 _LEAST_COVERAGE: Final = 0.1
-# What other states are, by keys that they have.
+# Descriptions of other states, by keys that they have.
 _STATES: Final = {
     _OF_OPTIMIZER: "this is the state of an optimizer, not of a model",
     frozenset({"version", "averages", "schedules"}): (

@@ -17,11 +17,9 @@ _TORCH_ADD_MODULE: Final = original_methods["add_module"]
 
 
 def _announce(kind: str, module: torch.nn.Module, name: str, value: Any) -> Any:
-    """Pass a new member to the global registration hooks; return it or its replacement.
-
-    What they return is checked like what was to be registered. Torch stores it unseen, and the
-    error comes up in a place that has nothing to do with the hook.
-    """
+    """Pass a new member to the global registration hooks; return it or its replacement."""
+    # A replacement is checked like what was to be registered. Torch stores it unseen, and the
+    # error comes up in a place that has nothing to do with the hook.
     hooks: Mapping[int, Any] = getattr(module_globals, f"_global_{kind}_registration_hooks")
     result = value
     # A copy of the table, so that a hook may remove itself.
@@ -47,11 +45,8 @@ _ACCEPTED: Final[dict[str, tuple[str, type]]] = {
 
 
 def _is_free(module: torch.nn.Module, name: object, registered: Mapping[str, Any]) -> bool:
-    """Return True if ``name`` may be an entry of ``registered``, False if it cannot be a name.
-
-    A member with the name of a method, for instance, would take the place of what makes the module
-    work.
-    """
+    """Return True if ``name`` may be an entry of ``registered``, False if it cannot be a name."""
+    # A member with the name of a method would take the place of what makes the module work.
     if not isinstance(name, str) or "." in name or name == "":
         return False
     # Asked once, as in torch: a property may compute, and a ``__getattr__`` have effects.
