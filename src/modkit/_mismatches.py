@@ -125,7 +125,7 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
         changed = [name for name in names if names[name] != name]
         notes.append(Note(_PREFIX, len(changed), _say_wrappers(parts, len(changed), len(file))))
         file = {names[name]: shape for name, shape in file.items()}
-        # What was reported has other names.
+        # The reported keys have other names now.
         reported = None
 
     if reported is None:
