@@ -17,10 +17,10 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
     "averaging": 4_226,
-    "files": 2_712,
+    "files": 2_710,
     "compat": 1_950,
     "nn": 1_429,
-    "top level": 1_754,
+    "top level": 1_750,
     "cli": 1_215,
     "migrations": 1_215,
     "jit": 902,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 541,
     "optim": 349,
 }
-SUM = 17_439
+SUM = 17_433
 
 
 def is_private(dotted):
