@@ -173,9 +173,12 @@ class Walk:
 def averaged_tensors(model: nn.Module, buffers: Any) -> dict[str, Tensor]:
     """Return the tensors that an average with this policy of buffers has."""
     ignored = buffers not in ("copy", "average")
+    # Others are no state, and no glob asks for them.
+    persistent = model.state_dict().keys()
     kept = {
         name: buffer
         for name, buffer in model.named_buffers()
+        if name in persistent
         if not ignored or (buffers == "ignore" and not has_average(buffer))
     }
     return {**dict(model.named_parameters()), **kept}

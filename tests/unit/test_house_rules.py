@@ -16,7 +16,7 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 4_226,
+    "averaging": 4_220,
     "files": 2_710,
     "compat": 1_950,
     "nn": 1_429,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 541,
     "optim": 349,
 }
-SUM = 17_433
+SUM = 17_427
 
 
 def is_private(dotted):

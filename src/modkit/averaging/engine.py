@@ -1,6 +1,5 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
@@ -105,7 +104,7 @@ class Engine:
         self._plans: Cache[Plan] = Cache()
         self._swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
-        self._seen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._seen: dict[str, tuple[Tensor, int]] = {}
         # Whether parameters that begin to train get averages, with trainable_only=True.
         self.follows_unfrozen: bool = False
         # Names of the parameters that have elements, unless they are uninitialized.
@@ -167,7 +166,9 @@ class Engine:
                 average.start(averaged)
         for average in self.averages:
             average.place(averaged)
-        self._see(averaged)
+        # Those of another model would be kept alive.
+        own = named if model is self.model else NamedTensors(self.model)
+        self._see({name: own.tensor(name) for name in averaged if own.member(name) is not None})
 
         # Buffers may come and go.
         for name in self._copies.keys() - {member.name for member in copied}:
@@ -428,26 +429,17 @@ class Engine:
         new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
         precision.check_finite("EMA", new)
 
-    def _seen_now(self) -> dict[str, Tensor]:
-        """Return the tensors that were last seen, and are still there."""
-        seen = {name: reference() for name, (reference, _) in self._seen.items()}
-        return {name: tensor for name, tensor in seen.items() if tensor is not None}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_seen": self._seen_now()}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        seen = state.pop("_seen")
         self.__dict__.update(state)
-        self._see(seen)
+        self.see_again()
 
     def see_again(self) -> None:
-        """Note the addresses of tensors that were given other memory."""
-        self._see(self._seen_now())
+        """Note the addresses of tensors that were copied, or were given other memory."""
+        self._see({name: tensor for name, (tensor, _) in self._seen.items()})
 
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""
-        self._seen = {n: (weakref.ref(tensor), _address(tensor)) for n, tensor in averaged.items()}
+        self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
 
     def _former_names(self, named: NamedTensors) -> dict[str, str]:
         """Map names of the model to those that their averages have.
@@ -463,7 +455,7 @@ class Engine:
         Returns:
             The name in the averages, by the name in the model. New tensors are left out.
         """
-        former_of = {id(reference()): name for name, (reference, _) in self._seen.items()}
+        former_of = {id(tensor): name for name, (tensor, _) in self._seen.items()}
         members = named.all()
         present = {id(member.tensor) for member in members.values()}
 
@@ -473,7 +465,7 @@ class Engine:
             if former is None:
                 seen = self._seen.get(name)
                 has_average = name in self.averages[0].tensors
-                if has_average and (seen is None or id(seen[0]()) not in present):
+                if has_average and (seen is None or id(seen[0]) not in present):
                     former_names[name] = name
             elif former == name or self._seen[former][1] == _address(member.tensor):
                 former_names[name] = former

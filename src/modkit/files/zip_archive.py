@@ -290,7 +290,6 @@ class Archive:
         folder = entries[0].filename.partition("/")[0] + "/" if entries else ""
         # zip and shutil.make_archive() write the folders too.
         entries = [m for m in entries if not m.filename.endswith("/") or m.file_size]
-        names_in_lower_case = set[str]()
         for member in entries:
             name = member.filename.removeprefix(folder)
             if problem := _problem_of(member, name):
@@ -299,12 +298,11 @@ class Archive:
                     f"{member.filename!r} {problem}",
                     "zip file",
                 )
-            # torch ignores case when it looks a member up.
-            names_in_lower_case.add(name.lower())
             self.members[name] = member
 
-        # Two contents under one name: one reader takes the first, another one the last.
-        if len(names_in_lower_case) < len(entries):
+        # Two contents under one name: one reader takes the first, another one the last. torch
+        # ignores case when it looks a member up.
+        if len({member.filename.lower() for member in entries}) < len(entries):
             raise self.corrupt("two members have the same name")
         # Many members of code, each within the limit.
         if sum(m.file_size for m in self.members.values() if m.compress_type) > MOST_TEXT:
@@ -508,6 +506,9 @@ def _problem_of(member: zipfile.ZipInfo, name: str) -> str:
         return "is not in the one folder of an archive; unpack the file first"
     if member.flag_bits & _ENCRYPTED:
         return "is encrypted"
+    # torch reads nothing of it: the tensor has what happened to be in memory.
+    if member.external_attr & stat.FILE_ATTRIBUTE_DIRECTORY:
+        return "is marked as a folder"
     # Two sizes for one content: readers choose differently.
     if not member.compress_type and member.compress_size != member.file_size:
         return f"is stored, with two sizes ({member.compress_size} and {member.file_size} bytes)"

@@ -5,11 +5,9 @@ import faulthandler
 import gc
 import inspect
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from modkit import _interrupts as interrupts
 from modkit._interrupts import uninterrupted
 from modkit.averaging import callback, recipe, swap
 from tests.cases import for_each
+from tests.processes import python
 from tests.unit.averaging.recipes import set_to
 
 
@@ -399,23 +398,30 @@ def test_each_signal_that_has_waited_is_handled() -> None:
     assert seen == [signal.SIGUSR1]
 
 
+FORK = """
+import os, signal, threading, warnings
+from modkit import _interrupts as interrupts
+
+warnings.simplefilter("ignore")  # about forks of processes with threads
+signal.signal(signal.SIGINT, signal.default_int_handler)
+codes = []
+
+def fork():
+    child = os.fork()
+    if not child:
+        is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        os._exit(0 if is_default and interrupts._Process.lock.acquire(blocking=False) else 1)
+    codes.append(os.waitpid(child, 0)[1])
+
+with interrupts.uninterrupted():
+    worker = threading.Thread(target=fork)
+    worker.start()
+    worker.join()
+print(codes, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+
 @pytest.mark.posix
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_child_that_is_forked_during_a_section_has_the_handlers() -> None:
     """The section ends in the parent alone."""
-    codes = []
-
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-            os._exit(0 if is_default and interrupts._Process.lock.acquire(blocking=False) else 1)
-        codes.append(os.waitpid(child, 0)[1])
-
-    with uninterrupted():
-        worker = threading.Thread(target=fork)
-        worker.start()
-        worker.join()
-
-    assert codes == [0]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert python(FORK).stdout == "[0] True\n"
