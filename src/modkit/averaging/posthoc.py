@@ -7,6 +7,7 @@ The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Ever
 import hashlib
 import math
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -622,6 +623,7 @@ class PostHocEMA:
         self._branches: Branches = ()
         # The step from which the next snapshot goes on as a new branch; None while one goes on.
         self._resumed_at: int | None = 0
+        self._since = time.time()
 
     def __repr__(self) -> str:
         options = f"sigma_rels={self._sigma_rels}, step={self.step}"
@@ -645,7 +647,7 @@ class PostHocEMA:
         """
         if (self.step + 1) % self._update_every == 0:
             self._ema.update()
-        if self.step and self.step == self._resumed_at:
+        if self._branches and self.step == self._resumed_at:
             self._set_aside()
         self.step += 1
         if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
@@ -719,16 +721,15 @@ class PostHocEMA:
 
     def _set_aside(self) -> None:
         """Move later snapshots of this run, which a resume has given up, to a folder beside."""
-        if not self._branches:
-            return
-        for snapshot in find_snapshots(self.directory):
-            is_ours = snapshot.branches[: len(self._branches)] == self._branches
-            if is_ours and snapshot.step > self.step:
-                folder = self.directory / "abandoned"
-                folder.mkdir(exist_ok=True)
-                # Other ranks move the same files.
-                with suppress(FileNotFoundError):
-                    snapshot.path.replace(folder / snapshot.path.name)
+        for path in self.directory.glob("ema-*.pt"):
+            # Other ranks move the same files. What they have written since is not given up.
+            with suppress(FileNotFoundError):
+                snapshot = _read_header(path)
+                is_ours = snapshot.branches[: len(self._branches)] == self._branches
+                if is_ours and path.stat().st_mtime <= self._since and snapshot.step > self.step:
+                    target = self.directory / "abandoned" / path.name
+                    target.parent.mkdir(exist_ok=True)
+                    path.replace(target)
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
@@ -757,9 +758,7 @@ class PostHocEMA:
         snapshots = find_snapshots(self.directory)
         reached = [s for s in snapshots if s.step <= self.step and s.precedes(self._branches)]
         if not reached:
-            raise FileNotFoundError(
-                f"no snapshots of this run up to step {self.step} in {self.directory}"
-            )
+            raise FileNotFoundError(f"no snapshots up to step {self.step} in {self.directory}")
         return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
     def state_dict(self) -> dict[str, Any]:
@@ -826,6 +825,7 @@ class PostHocEMA:
         self.step = step
         self._branches = branches
         self._resumed_at = step
+        self._since = time.time()
 
 
 publish("modkit", PostHocEMA)

@@ -237,3 +237,14 @@ def test_the_options_of_ema_are_refused_as_there(tmp_path: Path) -> None:
         modkit.PostHocEMA(network(), tmp_path, exclude="head.*")
     with pytest.raises(ValueError, match="precision"):
         modkit.PostHocEMA(network(), tmp_path, precision="bf16")  # type: ignore[arg-type]
+
+
+def test_another_rank_that_is_ahead_keeps_its_snapshots(tmp_path: Path) -> None:
+    """Ranks write the same files: what one has written since this one began is not given up."""
+    behind, ahead = Run(tmp_path), Run(tmp_path)
+    ahead.train(800)
+    behind.train(100)
+
+    assert posthoc.reconstruct(tmp_path, WIDTH).step == 800
+    assert ahead.error(posthoc.reconstruct(tmp_path, WIDTH)) < 0.03
+    assert not (tmp_path / "abandoned").exists()

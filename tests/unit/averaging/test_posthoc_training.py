@@ -160,9 +160,7 @@ def test_no_average_yet(tmp_path):
 
     with pytest.raises(RuntimeError, match="no average to save before the first update"):
         averages.snapshot()
-    with pytest.raises(
-        FileNotFoundError, match=f"no snapshots of this run up to step 1 in {tmp_path}"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 1 in {tmp_path}"):
         averages.reconstruct(0.1)
 
 
