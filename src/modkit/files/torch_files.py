@@ -3,9 +3,11 @@
 Those from before torch 1.6 are several pickles, then the storages; they have no checksums.
 """
 
+import io
 import os
 import pickletools
 import sys
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from modkit.errors import FileError
@@ -64,16 +66,18 @@ class TorchFile:
 
     def _read_old_content(self) -> Content:
         """Read a file from before torch 1.6: five pickles, then each storage after its length."""
+        data = read_some(self._source, 0, MOST_TEXT)
+        opened = io.BytesIO(data)
         contents: list[Content] = []
-        place = 0
         for _ in range(5):
-            data = read_some(self._source, place, MOST_TEXT)
+            start = opened.tell()
             try:
-                end = max(at for _, _, at in pickletools.genops(data) if at is not None) + 1
+                # Following the instructions leaves the file behind the end of the pickle.
+                deque(pickletools.genops(opened), maxlen=0)
             except ValueError as error:
                 raise FileError(f"{self._what} is corrupt: {error}", kinds.LEGACY) from error
-            contents.append(read_pickle(data[:end], self._what, {}))
-            place += end
+            contents.append(read_pickle(data[start : opened.tell()], self._what, {}))
+        place = opened.tell()
 
         # A number that identifies the format, its version, the system, the object, the keys.
         _, _, _, content, keys = contents

@@ -74,20 +74,22 @@ def clean(folder: Path) -> Run:
     return Run(folder).train(800)
 
 
+def resumed_at(folder: Path, step: int, more: int, every: int = 100) -> Run:
+    """Resume from a checkpoint, after which the run had gone on for 450 steps."""
+    first = Run(folder)
+    saved = saved_at(first, step)
+    first.train(450)
+    return first.resumed(saved, folder, seed=1, every=every).train(more)
+
+
 def ends_sooner(folder: Path) -> Run:
     """Resume from an earlier checkpoint, and end sooner than before."""
-    first = Run(folder)
-    saved = saved_at(first, 550)
-    first.train(450)
-    return first.resumed(saved, folder, seed=1).train(250)
+    return resumed_at(folder, 550, 250)
 
 
 def with_another_interval(folder: Path) -> Run:
     """Resume with another interval of snapshots."""
-    first = Run(folder)
-    saved = saved_at(first, 550)
-    first.train(450)
-    return first.resumed(saved, folder, seed=1, every=50).train(250)
+    return resumed_at(folder, 550, 250, every=50)
 
 
 def resumed_twice(folder: Path) -> Run:
@@ -100,10 +102,7 @@ def resumed_twice(folder: Path) -> Run:
 
 def without_a_snapshot(folder: Path) -> Run:
     """Resume, and end before another snapshot is due."""
-    first = Run(folder)
-    saved = saved_at(first, 850)
-    first.train(450)
-    return first.resumed(saved, folder, seed=1).train(20)
+    return resumed_at(folder, 850, 20)
 
 
 def repeated(folder: Path) -> Run:
