@@ -7,7 +7,6 @@ The method is that of Karras et al. 2024, https://arxiv.org/abs/2312.02696. Ever
 import hashlib
 import math
 import os
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -623,7 +622,7 @@ class PostHocEMA:
         self._branches: Branches = ()
         # The step from which the next snapshot goes on as a new branch; None while one goes on.
         self._resumed_at: int | None = 0
-        self._since = time.time()
+        self._found = {*self.directory.glob("ema-*.pt")}
 
     def __repr__(self) -> str:
         options = f"sigma_rels={self._sigma_rels}, step={self.step}"
@@ -721,12 +720,12 @@ class PostHocEMA:
 
     def _set_aside(self) -> None:
         """Move later snapshots of this run, which a resume has given up, to a folder beside."""
-        for path in self.directory.glob("ema-*.pt"):
-            # Other ranks move the same files. What they have written since is not given up.
+        # Other ranks move the same files. What they have written since is not given up.
+        for path in self._found:
             with suppress(FileNotFoundError):
                 snapshot = _read_header(path)
                 is_ours = snapshot.branches[: len(self._branches)] == self._branches
-                if is_ours and path.stat().st_mtime <= self._since and snapshot.step > self.step:
+                if is_ours and snapshot.step > self.step:
                     target = self.directory / "abandoned" / path.name
                     target.parent.mkdir(exist_ok=True)
                     path.replace(target)
@@ -825,7 +824,7 @@ class PostHocEMA:
         self.step = step
         self._branches = branches
         self._resumed_at = step
-        self._since = time.time()
+        self._found = {*self.directory.glob("ema-*.pt")}
 
 
 publish("modkit", PostHocEMA)

@@ -225,6 +225,8 @@ def save_snapshots(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, net in (("sharded", by_rows()), ("full", full())):
         averages = modkit.PostHocEMA(net, folder / key, snapshot_every=2)
+        # As in training, where the first step of a rank waits for that of each other one.
+        torch.distributed.barrier()
         for _ in range(5):
             averages.update()
             move(net)
