@@ -9,10 +9,9 @@ import errno
 import io
 import os
 import pickle
-import sys
 import threading
 import warnings
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
@@ -42,7 +41,7 @@ from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused, pickle_problem
 from modkit.files.plain_checkpoints import Filler, plain_content
 from modkit.files.torch_files import TorchFile
-from modkit.files.zip_archive import MOST_TEXT, Archive, open_regular, open_source, read_some
+from modkit.files.zip_archive import MOST_TEXT, Archive, file_of, open_source, read_some
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
@@ -253,7 +252,7 @@ def load_checkpoint(
         if kinds.kind_of(source) == kinds.LEGACY:
             # Its pickles are within the limits, and its storages within the file.
             names = TorchFile(source, what).content.foreign
-            content = _left_to_torch(source, what, map_location, mmap=mmap, foreign=names)
+            content = _left_to_torch(source, what, map_location, mmap=mmap, foreign=lambda: names)
             _warn_of(what)
             return content
 
@@ -293,9 +292,9 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
     Raises:
         FileError: If the file is corrupt, empty, or not as torch writes it.
     """
-    with open_regular(path) as descriptor:
-        if read_some(descriptor, 0, 2) in {b"", b"PK"}:
-            Archive(descriptor, os.fspath(path)).verify()
+    with open_source(path) as (source, what):
+        if read_some(source, 0, 2) in {b"", b"PK"}:
+            Archive(source, what).verify()
 
 
 def _followed(archive: Archive, source: int | bytes, map_location: Any, mmap: bool) -> Any:
@@ -303,17 +302,18 @@ def _followed(archive: Archive, source: int | bytes, map_location: Any, mmap: bo
     content = archive.text("data.pkl")
     if problem := pickle_problem(content, archive.sizes, trusted=allowed_by_user()):
         raise FileError(f"{archive.what} cannot be read as a checkpoint: data.pkl: {problem}")
-    order = archive.text("byteorder") if "byteorder" in archive.members else b""
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
-    if order not in {b"", sys.byteorder.encode()} and (on_meta or tensors_are_fake()):
+    if archive.is_of_other_byte_order and (on_meta or tensors_are_fake()):
         raise FileError(f"{archive.what}: torch cannot swap the bytes of tensors without memory")
 
+    def foreign() -> list[str]:
+        try:
+            return read_pickle(content, archive.what, archive.sizes).foreign
+        except FileError:
+            # torch reads a few pickles that the other reader does not.
+            return []
+
     names = extra_names(content)
-    try:
-        foreign = read_pickle(content, archive.what, archive.sizes).foreign
-    except FileError:
-        # torch reads a few pickles that the other reader does not.
-        foreign = []
     return _left_to_torch(
         source, archive.what, map_location, mmap=mmap, foreign=foreign, names=names
     )
@@ -325,26 +325,24 @@ def _left_to_torch(
     map_location: Any,
     *,
     mmap: bool,
-    foreign: Sequence[str],
+    foreign: Callable[[], Sequence[str]],
     names: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Load with torch, from the file that has been verified even if another one has replaced it."""
+    """Load with torch, from the file that has been verified even if another one has replaced it.
+
+    The names of foreign classes in the pickle are only asked for where torch refuses it.
+    """
     refused = f"{what} cannot be read as a checkpoint"
-    mapped = None
-    if isinstance(source, int):
-        mapped = path_of(source, what) if mmap else None
-        opened: IO[bytes] = os.fdopen(os.dup(source), "rb")
-    else:
-        opened = io.BytesIO(source)
+    mapped = path_of(source, what) if mmap and isinstance(source, int) else None
     before = len(sparse_tensors_to_check())
     try:
-        with opened as file:
+        with file_of(source) as file:
             file.seek(0)
             if names:
                 return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise FileError(f"{refused}: {_unsafe_reason(error, foreign, names)}") from error
+        raise FileError(f"{refused}: {_unsafe_reason(error, foreign(), names)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__

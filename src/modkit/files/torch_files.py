@@ -4,17 +4,14 @@ Those from before torch 1.6 are several pickles, then the storages; they have no
 """
 
 import io
-import os
 import pickletools
-import sys
-from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.inert import Content, InertTensor, Stored, read_pickle
 from modkit.files.pickle_limits import ITEM_SIZES
-from modkit.files.zip_archive import MOST_TEXT, Archive, read_some
+from modkit.files.zip_archive import MOST_TEXT, Archive, read_some, size_of
 
 
 if TYPE_CHECKING:
@@ -69,15 +66,14 @@ class TorchFile:
         data = read_some(self._source, 0, MOST_TEXT)
         opened = io.BytesIO(data)
         contents: list[Content] = []
+        place = 0
         for _ in range(5):
-            start = opened.tell()
             try:
-                # Following the instructions leaves the file behind the end of the pickle.
-                deque(pickletools.genops(opened), maxlen=0)
+                end = max(at for _, _, at in pickletools.genops(opened) if at is not None) + 1
             except ValueError as error:
                 raise FileError(f"{self._what} is corrupt: {error}", kinds.LEGACY) from error
-            contents.append(read_pickle(data[start : opened.tell()], self._what, {}))
-        place = opened.tell()
+            contents.append(read_pickle(data[place:end], self._what, {}))
+            place = end
 
         # A number that identifies the format, its version, the system, the object, the keys.
         _, _, _, content, keys = contents
@@ -95,10 +91,7 @@ class TorchFile:
                 )
             place += stored.nbytes
 
-        length = (
-            len(self._source) if isinstance(self._source, bytes) else os.fstat(self._source).st_size
-        )
-        if place > length:
+        if place > size_of(self._source):
             raise FileError(f"{self._what} is corrupt: it is cut off", kinds.LEGACY)
         return content
 
@@ -135,8 +128,7 @@ class TorchFile:
         archive = self._archive
         if archive is not None:
             archive.read_into(f"data/{stored.key}", memory_of(storage))
-            order = archive.text("byteorder") if "byteorder" in archive.members else b""
-            if order not in {b"", sys.byteorder.encode()}:
+            if archive.is_of_other_byte_order:
                 storage.byteswap(getattr(torch, whole.dtype))
         else:
             read_exactly(self._source, storage, self._places[stored.key], self._what)

@@ -11,6 +11,7 @@ import io
 import os
 import stat
 import struct
+import sys
 import weakref
 import zipfile
 import zlib
@@ -161,6 +162,16 @@ def read_some(source: int | bytes, start: int, count: int) -> bytes:
     return content
 
 
+def file_of(source: int | bytes) -> IO[bytes]:
+    """Return an open file for a descriptor, which stays open after it, or for its content."""
+    return os.fdopen(os.dup(source), "rb") if isinstance(source, int) else io.BytesIO(source)
+
+
+def size_of(source: int | bytes) -> int:
+    """Return the size of a file, given as a descriptor or as its content."""
+    return os.fstat(source).st_size if isinstance(source, int) else len(source)
+
+
 def fill(source: int | bytes, memory: memoryview, start: int) -> int:
     """Read into memory from a place of a file; return how many bytes there were."""
     if isinstance(source, int):
@@ -251,7 +262,7 @@ class Archive:
         self._verified = set[str]()
         self._texts: dict[str, bytes] = {}
 
-        length = os.fstat(source).st_size if isinstance(source, int) else len(source)
+        length = size_of(source)
         table = _find_table(source, length)
         # A copy or a download was cut off, or bytes were appended.
         if table is None:
@@ -279,9 +290,8 @@ class Archive:
         return FileError(f"{self.what} is corrupt: {reason}", CORRUPT_ZIP)
 
     def _read_table(self) -> list[zipfile.ZipInfo]:
-        opened = io.BytesIO(self._source) if isinstance(self._source, bytes) else None
         try:
-            with opened or os.fdopen(os.dup(self._source), "rb") as file:  # type: ignore[arg-type]
+            with file_of(self._source) as file:
                 return zipfile.ZipFile(file).infolist()
         except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
             raise self.corrupt(f"its table of members cannot be read ({error})") from error
@@ -324,6 +334,12 @@ class Archive:
     def has_checksums(self) -> bool:
         """False if ``torch.serialization.set_crc32_options(False)`` has written zeros for all."""
         return any(member.CRC for member in self.members.values())
+
+    @property
+    def is_of_other_byte_order(self) -> bool:
+        """True if torch has to swap the bytes of tensors. Old files do not say their order."""
+        order = self.text("byteorder") if "byteorder" in self.members else b""
+        return order not in {b"", sys.byteorder.encode()}
 
     @property
     def sizes(self) -> dict[str, int]:
