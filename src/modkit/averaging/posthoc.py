@@ -692,12 +692,14 @@ class PostHocEMA:
 
         buffers: dict[str, Tensor] = {}
         left_out: list[str] = []
+        # Another average may be swapped in, which has buffers of its own.
+        raws = self._ema.training_weights()
         for name, member in NamedTensors(self._ema.model).all().items():
             if member.persistent and name not in averages[0]:
                 if member.is_parameter and not self._ema._engine.options.chooses(member):
                     left_out.append(name)
                 else:
-                    buffers[name] = member.current()
+                    buffers[name] = raws.get(name, member.current())
         # Between updates the averages are those of the latest one.
         step = self.step - self.step % self._update_every
         if self._resumed_at is not None:

@@ -58,6 +58,23 @@ def test_buffers_and_integers(tmp_path):
     assert torch.equal(fresh[0].weight, model[0].weight)
 
 
+def test_a_snapshot_inside_another_average(tmp_path):
+    """It has the buffers of the training, not those that the other average has swapped in."""
+    model = nn.BatchNorm1d(2)
+    other = modkit.EMA(model, 0.5, buffers="average")
+    averages = PostHocEMA(model, tmp_path)
+    for mean in (1.0, 2.0):
+        model.running_mean.fill_(mean)
+        other.update()
+        averages.update()
+    with other.applied():
+        swapped_in = model.running_mean.tolist()
+        averages.snapshot()
+
+    assert swapped_in == [1.5, 1.5]
+    assert averages.reconstruct(0.1).buffers["running_mean"].tolist() == [2.0, 2.0]
+
+
 def test_tied_parameters(tmp_path):
     """A parameter with two names is averaged once, and stays tied in the model that it is written to."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
