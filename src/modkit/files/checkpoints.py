@@ -328,10 +328,7 @@ def _left_to_torch(
     foreign: Callable[[], Sequence[str]],
     names: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Load with torch, from the file that has been verified even if another one has replaced it.
-
-    The names of foreign classes in the pickle are only asked for where torch refuses it.
-    """
+    """Load with torch, from the file that has been verified even if another one has replaced it."""
     refused = f"{what} cannot be read as a checkpoint"
     mapped = path_of(source, what) if mmap and isinstance(source, int) else None
     before = len(sparse_tensors_to_check())
@@ -342,6 +339,7 @@ def _left_to_torch(
                 return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
+        # The names of foreign classes take another read of the pickle.
         raise FileError(f"{refused}: {_unsafe_reason(error, foreign(), names)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
