@@ -250,7 +250,7 @@ def check_file(
             how = f"checksums of {len(places):,} archives"
         elif expected is None and not is_index:
             advice = "compare its SHA-256 with the expected one"
-            raise FileError(f"{file} is a {kind} and has no checksums: {advice}", kind)
+            raise FileError(f"{file} is {UNVERIFIED} in a {kind}; {advice}", kind)
 
         digest = _read_all(descriptor, archive, hashed or expected is not None, progress)
         if expected is not None:

@@ -204,7 +204,7 @@ def test_check_of_files_without_checksums(tmp_path: Path) -> None:
     refused = run("--check", path)
 
     assert refused.exit_code == 1
-    assert "has no checksums" in refused.stderr
+    assert "unverified: no checksums" in refused.stderr
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     found = run("--check", "--sha256", digest, path)
     assert found.exit_code == 0

@@ -146,7 +146,7 @@ def test_files_without_checksums_need_a_list(folder: Path) -> None:
     (folder / "sums").write_text(f"{digest(path)} *old.pt\n")
     found = run(path, "--sha256sums", folder / "sums")
 
-    assert (refused.exit_code, "has no checksums" in refused.stdout) == (1, True)
+    assert (refused.exit_code, "unverified: no checksums" in refused.stdout) == (1, True)
     assert (found.exit_code, found.stdout) == (0, f"{path}: intact: the expected SHA-256\n")
 
 

@@ -136,7 +136,7 @@ def test_files_without_checksums(tmp_path: Path) -> None:
     paths[-1].write_bytes(pickle.dumps([1, 2]))
 
     for path in paths:
-        with pytest.raises(FileError, match="has no checksums"):
+        with pytest.raises(FileError, match="unverified: no checksums"):
             verify(path)
         verify(path, hashlib.sha256(path.read_bytes()).hexdigest())
 
