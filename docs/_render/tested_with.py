@@ -133,6 +133,16 @@ uninterrupted run:
 
 `python -m tests.suites.training_scripts FOLDER` repeats this with the checkouts in a folder.
 
+## Model files in packages
+
+The commands ran on the model files that packages ship, with torch {files_torch} on {files_date}. No code of the packages
+ran. *Convert* writes safetensors, with the key that the command names where a file has more than a model; *diff*
+compares the values of both files; *load* compares `modkit.load_checkpoint` with
+`torch.load(weights_only=True, map_location="cpu")`, bit by bit. Files from before torch 1.6 have no checksums, which
+`verify` says; files that torch refuses are refused. `python -m tests.suites.packaged_files` repeats this:
+
+{files}
+
 ## Functions and models
 
 `modkit compat` calls {cases} functions with `torch` and with `modkit`, and compares values bit by bit, exceptions by
@@ -152,6 +162,7 @@ def page() -> str:
     suites = read("library_suites")
     compat = read("modkit_compat")
     scripts = read("training_scripts")
+    files = read("packaged_files")
     runs = sorted(compat["behaviors"].values(), key=lambda run: release(run["torch"]))
     return TEXT.format(
         versions=versions_table(),
@@ -165,6 +176,9 @@ def page() -> str:
         scripts=scripts_table(scripts["scripts"]),
         averaged=sum("average" in row for row in scripts["scripts"].values()),
         resumed=resumed_table(scripts["scripts"]),
+        files_torch=files["torch"],
+        files_date=files["date"],
+        files=files_table(files["rows"]),
         cases=runs[-1]["areas"]["all"]["cases"],
         releases=behaviors_table(runs),
         models=models_table(compat["models"]),
@@ -206,6 +220,16 @@ def behaviors_table(runs: list[dict[str, Any]]) -> str:
         for run in runs
     ]
     return table(["torch", "Python", *counts, "date"], rows)
+
+
+def files_table(packages: dict[str, Any]) -> str:
+    """Return the packages whose model files were read, with the outcomes of each command."""
+    commands = ("inspect", "verify", "convert", "diff", "load")
+    rows = []
+    for name, row in packages.items():
+        texts = [", ".join(f"{n} {what}" for what, n in row.get(c, {}).items()) for c in commands]
+        rows.append([name, row["files"], *(text or "-" for text in texts)])
+    return table(["package", "files", *commands], rows)
 
 
 def models_table(models: dict[str, Any]) -> str:
