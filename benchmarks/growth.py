@@ -1,22 +1,27 @@
-"""Growth of the time of an operation with the number of modules, up to 40,000.
+"""Growth of the time of an operation with the number of modules, up to 40,000, or tensors, to 100,000.
 
 The parameters of the trees are on the meta device: what is timed is the walk over the modules.
+Averages and files have parameters of four elements.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from tempfile import TemporaryDirectory
 from types import ModuleType
 from typing import Any, Final
 
 import torch
 
-import modkit.nn
+import modkit
+from benchmarks.averages import averaged
 from benchmarks.measure import Code, Found, interleaved
 from benchmarks.rows import user_model
 
 
 SIZES: Final = (100, 1_000, 10_000, 40_000)
+TENSORS: Final = (100, 1_000, 10_000, 100_000)
 PATIENCE: Final = 5.0  # Torch is not measured where one run would take more seconds.
 NESTING: Final = 900  # Near the depth that Python's limit of recursion allows torch.
 
@@ -50,6 +55,15 @@ OPERATIONS: Final = {
     "train()": "m.train()",
 }
 
+SWAP: Final = "EMA.applied()"
+AVERAGES: Final = {
+    "EMA.update()": "update()",
+    SWAP: "with ema.applied(): pass",
+    "save_checkpoint()": "save_checkpoint(state, path)",
+    "load_checkpoint()": "load_checkpoint(path)",
+}
+LIBRARIES: Final = ("modkit", "torch")
+
 
 def exponent(sizes: list[int], times: list[float]) -> float | None:
     """Return the slope of the line through the logarithms: 1 is linear, 2 quadratic."""
@@ -66,30 +80,73 @@ def too_long(sizes: list[int], times: list[float], size: int) -> bool:
     return times[-1] * math.pow(size / sizes[-1], exponent(sizes, times) or 2.0) > PATIENCE
 
 
-def measure_growth(sizes: tuple[int, ...]) -> Iterator[Found]:
-    """Time all operations on trees of all sizes."""
-    for tree, make in TREES.items():
-        found: dict[str, Found] = {
-            name: {"operation": name, "tree": tree, "sizes": [], "modkit": [], "torch": []}
-            for name in OPERATIONS
-        }
-        for size in sizes:
-            models = {
-                n: user_model(nn, make(nn, size))
-                for n, nn in (("modkit", modkit.nn), ("torch", torch.nn))
+def on_trees(tree: str, size: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of modules of a tree, and the names for each library."""
+    models = {
+        n: user_model(nn, TREES[tree](nn, size))
+        for n, nn in (("modkit", modkit.nn), ("torch", torch.nn))
+    }
+    names = {n: {"m": m, "state": m.state_dict(), **vars(torch)} for n, m in models.items()}
+    return len(list(models["torch"].modules())), names
+
+
+def on_tensors(folder: str, size: int) -> tuple[int, dict[str, Any]]:
+    """Return the number of tensors, and averages of them and a file for each library."""
+    model = torch.nn.ParameterList(torch.zeros(4) for _ in range(size))
+    ema, average = modkit.EMA(model), averaged(model, torch.optim.swa_utils)
+    for _ in range(3):
+        ema.update()
+    path = f"{folder}/{size}.pt"
+    names = {"m": model, "state": model.state_dict(), "path": path}
+    torch.save(names["state"], path)
+    ours = {
+        **names,
+        "update": ema.update,
+        "ema": ema,
+        "save_checkpoint": modkit.save_checkpoint,
+        "load_checkpoint": modkit.load_checkpoint,
+    }
+    theirs = {
+        **names,
+        "update": partial(average.update_parameters, model),
+        "save_checkpoint": torch.save,
+        "load_checkpoint": partial(torch.load, weights_only=True),
+    }
+    return size, {"modkit": ours, "torch": theirs}
+
+
+def series_of(
+    operations: Mapping[str, str],
+    tree: str,
+    sizes: tuple[int, ...],
+    make: Callable[[int], tuple[int, dict[str, Any]]],
+) -> Iterator[Found]:
+    """Time operations at all sizes."""
+    found: dict[str, Found] = {
+        name: {"operation": name, "tree": tree, "sizes": [], "modkit": [], "torch": []}
+        for name in operations
+    }
+    for size in sizes:
+        count, names = make(size)
+        for operation, series in found.items():
+            # torch has no swap.
+            skipped = operation == SWAP or too_long(series["sizes"], series["torch"], count)
+            arms = {
+                n: Code(operations[operation], names[n])
+                for n in names
+                if n == "modkit" or not skipped
             }
-            names = {n: {"m": m, "state": m.state_dict(), **vars(torch)} for n, m in models.items()}
-            count = len(list(models["torch"].modules()))
-            for operation, series in found.items():
-                skipped = too_long(series["sizes"], series["torch"], count)
-                arms = {
-                    n: Code(OPERATIONS[operation], names[n])
-                    for n in names
-                    if n == "modkit" or not skipped
-                }
-                for name, times in interleaved(arms, 0, rounds=(3, 3)).items():
-                    series[name].append(statistics.median(times))
-                series["sizes"].append(count)
-        for series in found.values():
-            exponents = {f"{n}_exponent": exponent(series["sizes"], series[n]) for n in models}
-            yield {**series, **exponents}
+            for name, times in interleaved(arms, 0, rounds=(3, 3)).items():
+                series[name].append(statistics.median(times))
+            series["sizes"].append(count)
+    for series in found.values():
+        exponents = {f"{n}_exponent": exponent(series["sizes"], series[n]) for n in LIBRARIES}
+        yield {**series, **exponents}
+
+
+def measure_growth(sizes: tuple[int, ...], tensors: tuple[int, ...] = TENSORS) -> Iterator[Found]:
+    """Time all operations on trees and on averages of all sizes."""
+    for tree in TREES:
+        yield from series_of(OPERATIONS, tree, sizes, partial(on_trees, tree))
+    with TemporaryDirectory() as folder:
+        yield from series_of(AVERAGES, "tensors", tensors, partial(on_tensors, folder))

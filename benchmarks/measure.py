@@ -3,6 +3,7 @@
 import gc
 import random
 import statistics
+import sys
 import time
 import timeit
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -43,6 +45,25 @@ class Code:
     def __call__(self, number: int) -> float:
         """Run the statement ``number`` times."""
         return self._timer.timeit(number)
+
+    def count_calls(self) -> int:
+        """Return how many functions in Python one run calls, which no other process changes."""
+        calls = 0
+
+        def count(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal calls
+            calls += event == "call"
+
+        self(1)
+        run = compile(self.statement, "statement", "exec")
+        names = dict(self.names)
+        sys.setprofile(count)
+        try:
+            exec(run, names)  # noqa: S102 - our own statement
+        finally:
+            sys.setprofile(None)
+        # The frame of the statement.
+        return calls - 1
 
 
 @dataclass(frozen=True)
@@ -134,6 +155,7 @@ def measure(row: Row, seconds: float) -> Iterator[Found]:
                 "base": statistics.median(times[base]),
                 "unit": row.unit,
                 "rounds": len(times[base]),
+                "calls": {n: arm.count_calls() for n, arm in arms.items() if isinstance(arm, Code)},
                 "others": {
                     **{name: reason for name, reason in made.items() if isinstance(reason, str)},
                     **{name: round(statistics.median(ratios[name]), 4) for name in others},

@@ -39,6 +39,23 @@ def report(rows: list[Found], growth: list[Found]) -> dict[str, Any]:
     return {"date": date, "machine": machine, "rows": rows, "growth": growth}
 
 
+def more_calls(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:
+    """Say in which rows modkit calls more functions in Python than in the stored run.
+
+    Counts are the same on any machine, but not with another release of Python or torch.
+    """
+    releases = ("python", "torch")
+    if any(found["machine"][key] != stored["machine"][key] for key in releases):
+        return []
+    before = {row["name"]: row.get("calls", {}) for row in stored["rows"]}
+    lines: list[str] = []
+    for row in found["rows"]:
+        new, old = row["calls"].get("modkit"), before.get(row["name"], {}).get("modkit")
+        if new is not None and old is not None and new > old:
+            lines.append(f"`{row['name']}`: {new:,} calls in Python, {old:,} in the stored run")
+    return lines
+
+
 def amount(value: float, unit: str = "s") -> str:
     """Write a time or a size with a prefix."""
     if unit == "B":

@@ -101,22 +101,31 @@ def budgets_table(name: str) -> str:
 
 
 def growth(series: list[dict[str, Any]]) -> str:
-    """Return the exponents of loading, and the range of the others, in a paragraph."""
+    """Return the exponents of loading and of averages, and the range of the others."""
     load = "load_state_dict()"
-    parts = [
-        f"`{load}` {row['tree']} {row['modkit_exponent']:.2f} (torch {row['torch_exponent']:.2f})"
-        for row in series
-        if row["operation"] == load
-    ]
+    trees = [row for row in series if row["tree"] != "tensors"]
     modkit, torch = (
-        sorted(row[name] for row in series if row["operation"] != load and row[name] is not None)
+        sorted(row[name] for row in trees if row["operation"] != load and row[name] is not None)
         for name in ("modkit_exponent", "torch_exponent")
     )
-    largest = max(row["sizes"][-1] for row in series)
-    return (
-        f"Exponents up to {largest:,} modules: {', '.join(parts)}, other operations "
+    loads = ", ".join(
+        f"{row['tree']} {exponents(row)}" for row in trees if row["operation"] == load
+    )
+    text = (
+        f"Exponents up to {trees[0]['sizes'][-1]:,} modules: `{load}` {loads}, other operations "
         f"{modkit[0]:.2f} to {modkit[-1]:.2f} (torch {torch[0]:.2f} to {torch[-1]:.2f})."
     )
+    averages = [row for row in series if row["tree"] == "tensors"]
+    if averages:
+        parts = ", ".join(f"`{row['operation']}` {exponents(row)}" for row in averages)
+        text += f" From {averages[0]['sizes'][0]} to {averages[0]['sizes'][-1]:,} tensors: {parts}."
+    return text
+
+
+def exponents(row: dict[str, Any]) -> str:
+    """Return the exponent of modkit, and that of torch if it was measured."""
+    torch = row["torch_exponent"]
+    return f"{row['modkit_exponent']:.2f}" + ("" if torch is None else f" (torch {torch:.2f})")
 
 
 def machine(results: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import (
     __main__ as command,
+    averages,
     files,
     growth,
     measure,
@@ -38,7 +39,9 @@ def _planted(monkeypatch):
     monkeypatch.setattr(files, "ROWS", [])
     monkeypatch.setattr(workloads, "rows", lambda *, with_compile: MODELS)
     monkeypatch.setattr(scripts, "rows", lambda checkouts: [])
+    monkeypatch.setattr(averages, "ROWS", [])
     monkeypatch.setattr(growth, "SIZES", (10, 20))
+    monkeypatch.setattr(growth, "TENSORS", (10, 20))
 
 
 def bench(*arguments):
@@ -99,9 +102,11 @@ def test_files_have_everything(tmp_path):
         assert 0 < each["low"] <= each["ratio"] <= each["high"]
         assert each["rounds"] >= measure.MIN_ROUNDS
         assert {"limit": 0.5, "torch.compile": "SomeError"} == each["others"]
-    assert len(growth.OPERATIONS) * len(growth.TREES) == len(written["growth"])
+    trees = len(growth.OPERATIONS) * len(growth.TREES)
+    assert trees + len(growth.AVERAGES) == len(written["growth"])
     for each in written["growth"]:
-        assert 2 == len(each["sizes"]) == len(each["modkit"]) == len(each["torch"])
+        assert 2 == len(each["sizes"]) == len(each["modkit"])
+        assert len(each["torch"]) == (0 if each["operation"] == growth.SWAP else 2)
     for start in ("| `impossible` |", "| model | 10 ms |", "| `train()` | deep |"):
         assert 1 == sum(line.startswith(start) for line in lines)
 
