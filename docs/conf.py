@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 import modkit
@@ -29,6 +30,7 @@ extensions = [
     "sphinx.ext.doctest",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 # Pages for contributors are read in the repository.
 exclude_patterns = ["_build", "_render", "test_evidence.md", "benchmark_budgets.md"]
@@ -38,6 +40,9 @@ html_static_path = ["_static"]
 html_favicon = "_static/logo.svg"
 html_theme_options = {"light_logo": "logo.svg", "dark_logo": "logo-dark.svg"}
 html_css_files = ["pages.css"]
+# The button copies what a shell or Python reads, without prompts and without their output.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
@@ -64,6 +69,11 @@ nitpick_ignore_regex = [
 ]
 
 
+# The type variables of models, and the keywords of EMA, which other classes pass on.
+MODEL = re.compile(r"(modkit\.(\w+\.)*)?(ModelT_co|ModelT|ModuleT)")
+KEYWORDS = re.compile(r": ~?(?:[\w.]+\.)?Unpack\[[^]]*\]")
+
+
 def adapt_text_of_torch(*arguments: Any) -> None:
     """Adapt docstrings of torch to these pages, and emphasize what modkit adds to them.
 
@@ -79,6 +89,20 @@ def adapt_text_of_torch(*arguments: Any) -> None:
     text = re.sub(r"^( *\.\. testcode::)$", r"\n\1\n", text, flags=re.MULTILINE)
     text = re.sub(r"^modkit: ", "**modkit:** ", text, flags=re.MULTILINE)
     arguments[-1][:] = text.split("\n")
+
+
+def hide_keywords(
+    app: Any, what: str, name: str, owner: Any, options: Any, signature: str | None, result: str
+) -> tuple[str | None, str]:
+    """Leave the private type of keywords that are passed on out of a signature."""
+    return signature and KEYWORDS.sub("", signature), result
+
+
+def name_models(app: Any, doctree: Any) -> None:
+    """Write the model of a generic class as the class that users know."""
+    for node in [*doctree.findall(nodes.Text)]:
+        if MODEL.fullmatch(node):
+            node.parent.replace(node, nodes.Text("Module"))
 
 
 def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
@@ -162,7 +186,9 @@ def add_methods(app: Any, module: str) -> tuple[str, dict[str, Any]] | None:
 def setup(app: Any) -> None:
     """Enter the functions above in Sphinx."""
     app.connect("autodoc-process-docstring", adapt_text_of_torch)
+    app.connect("autodoc-process-signature", hide_keywords)
     app.connect("include-read", link_to_pages)
     app.connect("source-read", unlink_files)
+    app.connect("doctree-read", name_models)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("viewcode-find-source", add_methods)

@@ -382,8 +382,8 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
         index: Index of the average that evaluations see, and that ``swap_to_average_at_end``
             copies.
         swap_to_average_at_end: If True, :meth:`on_train_end` copies the average into the model.
-        **options: Further options of :class:`~modkit.EMA`, see
-            :class:`~modkit.averaging.callback.EMAOptions`.
+        **options: Further keywords of :class:`~modkit.EMA`, such as ``schedule``, ``precision`` and
+            ``buffers``.
 
     Raises:
         TypeError: If ``model`` is not a module, the steps of an optimizer cannot be tracked,

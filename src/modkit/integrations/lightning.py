@@ -87,8 +87,8 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
             well; by default none. Updates on steps are not affected.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.EMA`, see
-            :class:`~modkit.averaging.callback.EMAOptions`.
+        **options: Further keywords of :class:`~modkit.EMA`, such as ``schedule``, ``precision`` and
+            ``buffers``.
 
     Raises:
         TypeError: If ``index`` or a number of steps or epochs is not an int, a decay is not a

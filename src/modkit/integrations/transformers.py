@@ -113,8 +113,8 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         index: Index of the average to evaluate, to save, and to end with.
         swap_to_average_at_end: If True, training ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
-        **options: Further options of :class:`~modkit.EMA`, see
-            :class:`~modkit.averaging.callback.EMAOptions`.
+        **options: Further keywords of :class:`~modkit.EMA`, such as ``schedule``, ``precision`` and
+            ``buffers``.
 
     Raises:
         TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or
