@@ -70,7 +70,7 @@ DOCUMENTED = tuple(
     for file in (
         *("averaging/batch_norm.py", "averaging/callback.py", "averaging/checkpoints.py"),
         *("averaging/ema.py", "averaging/posthoc.py", "averaging/schedules.py"),
-        *("distributed.py", "errors.py", "fast_inference/__init__.py", "files/checkpoints.py"),
+        *("distributed.py", "errors.py", "_fast_inference/__init__.py", "files/checkpoints.py"),
         *("files/inspect.py", "integrations", "jit/_save_and_load.py", "jit/_script_module.py"),
         *("jit/_script_trace_freeze.py", "migrations/declarations.py", "migrations/files.py"),
         *("migrations/recorded.py", "migrations/state_dicts.py", "migrations/steps.py", "models"),
@@ -412,5 +412,5 @@ def wheel(session: nox.Session) -> None:
     session.run("modkit", "--version")
     session.run("modkit", "compat", "--help")
     session.run("modkit", "average", "first.pt", "second.pt", "-o", "mean.pt", "--overwrite")
-    session.run("modkit", "inspect", "mean.pt", "--check")
+    session.run("modkit", "verify", "mean.pt")
     session.run("python", "-m", "modkit", "inspect", "mean.pt", "--json")

@@ -236,8 +236,8 @@ def bytes_of_a_module(_: ExitStack) -> Arms:
 def imports(_: ExitStack) -> Arms:
     """Time the imports of torch and of modkit after it, in a new process each time."""
     code = (
-        "import time; t = time.thread_time(); import torch; t1 = time.thread_time(); import modkit;"
-        " print(t1 - t, time.thread_time() - t1)"
+        "import time; t = time.thread_time(); import torch; t1 = time.thread_time(); "
+        "import modkit, modkit.nn; print(t1 - t, time.thread_time() - t1)"
     )
 
     def run(which: int, number: int) -> float:

@@ -3,10 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from modkit import nn as nn
 from modkit._namespace import publish_all as _publish_all
-from modkit.fast_inference import fast_inference as fast_inference
-from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
 
 __version__ = "0.1.0"
@@ -20,10 +17,12 @@ if TYPE_CHECKING:
         jit as jit,
         migrations as migrations,
         models as models,
+        nn as nn,
         optim as optim,
         posthoc as posthoc,
         schedules as schedules,
     )
+    from modkit._fast_inference import fast_inference as fast_inference
     from modkit.averaging.callback import EMACallback as EMACallback
     from modkit.averaging.checkpoints import average_checkpoints as average_checkpoints
     from modkit.averaging.ema import EMA as EMA
@@ -33,16 +32,20 @@ if TYPE_CHECKING:
         save_checkpoint as save_checkpoint,
     )
     from modkit.nn._load_matching import Matched as Matched, load_matching as load_matching
+    from modkit.nn._load_state_dict import load_state_dict as load_state_dict
 
-# Imported on first access, so that a program waits only for what it uses.
+# Imported on first access, so that a program waits only for what it uses: the help of the command
+# line needs no torch.
 _HOMES = {
     "EMA": "averaging.ema",
     "EMACallback": "averaging.callback",
     "Matched": "nn._load_matching",
     "PostHocEMA": "averaging.posthoc",
     "average_checkpoints": "averaging.checkpoints",
+    "fast_inference": "_fast_inference",
     "load_checkpoint": "files.checkpoints",
     "load_matching": "nn._load_matching",
+    "load_state_dict": "nn._load_state_dict",
     "save_checkpoint": "files.checkpoints",
 }
 

@@ -1,31 +1,9 @@
-"""Texts of errors: torch's own, read from the installed release, and long ones of modkit."""
+"""Notes, warnings at the user's line, and long texts of errors."""
 
 import sys
 import warnings
-from collections.abc import Iterator
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Final
-
-from modkit._upstream import original_methods
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    """Yield the string constants of a code object, and of functions in it."""
-    # The texts are not public, and change between releases: a copy of them would become wrong.
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _texts(constant)
-
-
-def text_of(method: str, start: str) -> str:
-    """Return an error text of a method of torch, as the installed release has it."""
-    # None where a patch hides torch's function.
-    code = getattr(original_methods[method], "__code__", None)
-    if code is None:
-        return ""
-    return next((message for message in _texts(code) if message.startswith(start)), "")
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -219,7 +219,7 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
     line = dice.choice(
         [
             ["inspect", str(path)],
-            ["inspect", "--check", str(path)],
+            ["verify", str(path)],
             ["inspect", "--json", str(path)],
             ["average", str(path), str(other), "-o", str(folder / "out.pt")],
             ["average", str(path), "-o", str(folder / "out.safetensors")],

@@ -97,7 +97,7 @@ _NN: Final = [
     ),
     Bug(
         "fast_inference: a table that was changed is not followed",
-        "fast_inference/members.py",
+        "_fast_inference/members.py",
         "            self.changed = True\n",
         "            self.changed = False\n",
         _SCOPE + "/test_scope.py",

@@ -58,7 +58,7 @@ PARTS = {
     "averaging": ("averaging optim", "unit/averaging parity/averaging parity/fixes"),
     "files": ("files", "unit/files unit/cli/test_convert.py unit/cli/test_inspect.py"),
     "jit": ("jit", "parity/jit unit/jit integration/torch_jit"),
-    "fast_inference": ("fast_inference", "parity/fast_inference integration/fast_inference"),
+    "fast_inference": ("_fast_inference", "parity/fast_inference integration/fast_inference"),
     "migrations": (
         "migrations _renames.py _mismatches.py _layer_lists.py nn/_load_matching.py",
         "unit/migrations unit/load unit/cli/test_migrate.py unit/cli/test_diff.py property/test_migrations.py",

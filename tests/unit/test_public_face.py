@@ -153,7 +153,8 @@ def torchs():
 
 torch.nn.Module.__annotations__  # Python 3.14 keeps what it evaluates, in the class
 known, before, finders = set(sys.modules), torchs(), len(sys.meta_path)
-import modkit
+import modkit.nn
+modkit.load_state_dict, modkit.fast_inference
 after = torchs()
 print({
     f"{module}.{name}" for module, names in before.items() for name in {*names, *after[module]}

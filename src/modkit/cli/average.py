@@ -5,19 +5,19 @@ import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
-from torch import Tensor
 
-from modkit.averaging import posthoc
-from modkit.averaging.checkpoints import average_checkpoints, cast
 from modkit.cli import _tables as ui
-from modkit.files.checkpoints import save_checkpoint
 from modkit.files.safetensors_files import save_safetensors
 from modkit.files.tensor_files import Checkpoint, file_in
 from modkit.files.zip_archive import open_regular
+
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[float] | None:
@@ -80,7 +80,7 @@ def average(
     \b
     Examples:
       modkit average run/1.pt run/2.pt --key model --dry-run
-      modkit average run/1.pt run/2.pt --key model --weights 1,2 -o soup.safetensors
+      modkit average run/1.pt run/2.pt --weights 1,2 -o soup.safetensors
       modkit average snapshots/ --ema-sigma 0.1 -o ema.pt
     """  # noqa: D301
     if ema_sigma is None and (step is not None or run is not None):
@@ -104,6 +104,10 @@ def average(
     # Without --dry-run, it is required above.
     assert output is not None
     ui.check_output(output, checkpoints, overwrite=overwrite)
+    import torch
+
+    from modkit.averaging.checkpoints import average_checkpoints
+
     facts: dict[str, Any] = {"output": os.fspath(output), "checkpoints": len(checkpoints)}
     torch_dtype = getattr(torch, dtype) if dtype else None
     averages: Mapping[str, Tensor]
@@ -133,7 +137,7 @@ def _say(facts: Mapping[str, Any]) -> None:
     ui.say(f"{facts['output']}: the average of {facts['checkpoints']}, {facts['tensors']} tensors")
 
 
-def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
+def _save(averages: "Mapping[str, Tensor]", prefix: str, output: Path) -> int:
     """Write the tensors whose names have a prefix, without it; return their number."""
     names = [name for name in averages if name.startswith(prefix)]
     if not names:
@@ -149,6 +153,8 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
     if output.suffix == ".safetensors":
         save_safetensors(chosen, output, versions)
     else:
+        from modkit.files.checkpoints import save_checkpoint
+
         if versions:
             vars(chosen)["_metadata"] = versions
         save_checkpoint(chosen, output)
@@ -158,12 +164,15 @@ def _save(averages: Mapping[str, Tensor], prefix: str, output: Path) -> int:
 def _reconstructed(
     checkpoints: Sequence[Path],
     sigma_rel: float,
-    dtype: torch.dtype | None,
+    dtype: "torch.dtype | None",
     *,
     step: int | None,
     run: str | None,
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+) -> "tuple[dict[str, Tensor], dict[str, Any]]":
     """Return the average of a width, at a step of a run, from snapshots, and facts of the fit."""
+    from modkit.averaging import posthoc
+    from modkit.averaging.checkpoints import cast
+
     is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
     snapshots = checkpoints[0] if is_folder else checkpoints
     with ui.progress("reconstructing"):

@@ -4,16 +4,17 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
 from modkit.cli import _tables as ui
-from modkit.compat.behaviours import areas
-from modkit.compat.model import Target, TargetError, compare, failed
-from modkit.compat.run import Report, run
 from modkit.compat.suite import Kind, Suite, SuiteError, SuiteReport, compare_suite, project_of
 from modkit.errors import printable
+
+
+if TYPE_CHECKING:
+    from modkit.compat.run import Report
 
 
 def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
@@ -80,7 +81,7 @@ def compat(
     Examples:
       modkit compat
       modkit compat --area "forward hooks" --json
-      modkit compat my_package.models:Net --kwargs '{"width": 64}' --input 8,3,32,32
+      modkit compat my_package:Net --kwargs '{"width": 64}' --input 8,3,32,32
       modkit compat train.py:make_model --input train.py:make_inputs
       modkit compat --tests tests/ -n 4 -- -m "not slow"
     """  # noqa: D301
@@ -106,7 +107,7 @@ def compat(
     if arguments:
         if chosen:
             raise click.UsageError("--area cannot be used with TARGET")
-        report = _compare_model(Target(arguments[0], **options))
+        report = _compare_model(arguments[0], **options)
     else:
         if any(options.values()):
             raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
@@ -119,14 +120,18 @@ def compat(
             # They are in docs/differences.md with their reasons. JSON has them, too.
             if title != "Listed differences":
                 ui.print_table(headings, rows, title)
-    if failed(report.results):
+    if report.failed():
         raise click.exceptions.Exit(1)
 
 
-def _compare_model(target: Target) -> Report:
+def _compare_model(path: str, **options: Any) -> "Report":
     """Compare a model of the user on torch and on modkit."""
+    from modkit.compat.model import Target, TargetError, compare
+    from modkit.compat.run import Report
+
     # Standard output is for the result alone, which may be JSON.
-    click.echo(f"building {printable(target.path)} on torch and on modkit, and comparing", err=True)
+    click.echo(f"building {printable(path)} on torch and on modkit, and comparing", err=True)
+    target = Target(path, **options)
     try:
         with ui.progress("comparing"):
             title, results = compare(
@@ -138,8 +143,11 @@ def _compare_model(target: Target) -> Report:
     return Report(title, results, by_area=False)
 
 
-def _compare_behaviors(chosen: tuple[str, ...]) -> Report:
+def _compare_behaviors(chosen: tuple[str, ...]) -> "Report":
     """Compare the shared behaviors of some areas, or of all."""
+    from modkit.compat.behaviours import areas
+    from modkit.compat.run import Report, run
+
     if unknown := [area for area in chosen if area not in areas()]:
         raise click.UsageError(f"{unknown[0]!r} is not an area: {', '.join(areas())}")
     with ui.progress("running", 1.0) as bar:

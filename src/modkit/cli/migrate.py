@@ -2,14 +2,16 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-import torch
 
 from modkit.cli import _tables as ui
-from modkit.compat.model import Target, TargetError, build
 from modkit.errors import MigrationError
-from modkit.migrations.files import migrate_file, plan_file
+
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _numbers(
@@ -60,13 +62,18 @@ def migrate(
 
     \b
     Examples:
-      modkit migrate old.pt -o new.safetensors --model my_package.models:Net --key model
-      modkit migrate new.safetensors --model train.py:make_model --to Attention=1 --dry-run
+      modkit migrate old.pt -o new.safetensors --model my_package:Net --key model
+      modkit migrate new.pt --model train.py:make --to Attention=1 --dry-run
     """  # noqa: D301
     if output is None and not dry_run:
         raise click.UsageError("missing option '-o' / '--output'")
     if output is not None and not dry_run:
         ui.check_output(output, [source], overwrite=overwrite)
+    import torch
+
+    from modkit.compat.model import Target, TargetError, build
+    from modkit.migrations.files import migrate_file, plan_file
+
     try:
         with torch.device("meta"):
             model = build(Target(target))
@@ -93,7 +100,7 @@ def migrate(
         ui.console().print(ui.cell(line), soft_wrap=True)
 
 
-def _by_class(model: torch.nn.Module, numbers: dict[str, int]) -> dict[type, int]:
+def _by_class(model: "torch.nn.Module", numbers: dict[str, int]) -> dict[type, int]:
     """Return versions by class, for classes of the model that are named."""
     classes: dict[str, dict[type, None]] = {}
     for module in model.modules():

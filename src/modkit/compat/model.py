@@ -336,13 +336,3 @@ def _result(check: str, left: Outcome, right: Outcome) -> Result:
     if kind == "equal" and left[0] in {"raises", "skipped"}:
         kind = NOT_COMPARED
     return Result("model", check, kind, left, right)
-
-
-def failed(results: Sequence[Result]) -> bool:
-    """Return True if a check differs, or the model could not be called or loaded on either side.
-
-    ``torch.compile``, ``torch.fx`` and ``torch.export`` refuse many models, which is not a failure.
-    """
-    kinds = {result.case: result.kind for result in results}
-    needed = [kind for check, kind in kinds.items() if not check.startswith("torch.")]
-    return "unlisted" in kinds.values() or NOT_COMPARED in needed

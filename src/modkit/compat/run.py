@@ -129,6 +129,16 @@ class Report:
     results: Sequence[Result]
     by_area: bool
 
+    def failed(self) -> bool:
+        """Return True if a check differs, or the model cannot be called or loaded on either side.
+
+        ``torch.compile``, ``torch.fx`` and ``torch.export`` refuse many models, which is not a
+        failure.
+        """
+        kinds = {result.case: result.kind for result in self.results}
+        needed = [kind for check, kind in kinds.items() if not check.startswith("torch.")]
+        return "unlisted" in kinds.values() or NOT_COMPARED in needed
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Return the number of cases and of each kind by area."""
         counts: dict[str, dict[str, int]] = {}

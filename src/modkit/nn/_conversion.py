@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import torch
 from torch.nn import Parameter
 
-from modkit._messages import text_of
-from modkit._upstream import original_methods, parse_to
+from modkit._upstream import original_methods, parse_to, text_of
 from modkit.nn._overrides import TorchModule, patchable, walk
 
 

@@ -10,9 +10,9 @@ from typing import Any, Final, cast
 
 import torch
 
-from modkit._messages import text_of
+from modkit._namespace import publish
 from modkit._tree import descend
-from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys
+from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys, text_of
 from modkit.nn._load_plan import (
     TORCH_LOAD,
     Load,
@@ -381,3 +381,6 @@ def _all_unexpected(module: torch.nn.Module, loading: Load) -> list[str]:
     root = report(_Part(loading.entries, ""), module)
     descend(module, root, lambda name, child, parent: report(parent.child(name), child))
     return unexpected
+
+
+publish("modkit", load_state_dict)

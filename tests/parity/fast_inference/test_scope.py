@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import modkit
-from modkit.fast_inference import layers
+from modkit._fast_inference import layers
 from tests.cases import for_each
 from tests.parity.fast_inference.nets import batch, extra, net, run
 from tests.parity.fast_inference.twins import (

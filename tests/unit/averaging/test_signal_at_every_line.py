@@ -9,12 +9,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import modkit.fast_inference
 import pytest
 import torch
 from torch import Tensor, nn
 
 import modkit
-import modkit.fast_inference
 from modkit import _interrupts
 from modkit.averaging.swap import active_swaps
 from modkit.optim.swa_utils import update_bn

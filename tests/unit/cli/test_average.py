@@ -9,7 +9,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import modkit
-from modkit.cli import average as command
 from modkit.distributed import export_average
 from modkit.files.tensor_files import Checkpoint
 from tests.cases import for_each
@@ -327,7 +326,7 @@ def test_an_impossible_output_is_refused_before_any_work(
         out.touch()
     else:
         out.mkdir()
-    monkeypatch.setattr(command, "average_checkpoints", no_work)
+    monkeypatch.setattr("modkit.averaging.checkpoints.average_checkpoints", no_work)
     done = run(*paths, "-o", out)
     message = {
         "missing folder": "there is no directory",

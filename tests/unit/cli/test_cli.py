@@ -4,6 +4,8 @@ import errno
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,10 @@ import torch
 import modkit
 from modkit import __main__ as entry
 from modkit._messages import install_extra
-from modkit.cli import average, compat, convert, diff, inspect, migrate, verify
+from modkit.averaging import checkpoints
+from modkit.cli import convert, inspect, tensor_differences, verify
+from modkit.compat import run
+from modkit.migrations import files as migrations
 from tests.cases import for_each
 from tests.processes import python
 from tests.unit.cli.command_line import invoke
@@ -41,12 +46,45 @@ def test_the_help_of_the_group_names_every_command() -> None:
 
 @for_each("name", NAMES)
 def test_the_help_of_a_command(name: str) -> None:
-    """Each command has a help with examples, ``--json`` and the exit statuses."""
+    """Each command has a help with examples, ``--json`` and the exit statuses, of 80 columns."""
     found = invoke(name, "--help")
 
     assert found.exit_code == 0
+    assert max(map(len, found.output.splitlines())) <= 80
     for text in ("Examples:", f"modkit {name}", "--json", "Exit status:"):
         assert text in found.output
+
+
+# Each line, and the exit status.
+WITHOUT_TORCH = {
+    **dict.fromkeys(["--version", "--help", *(f"{name} --help" for name in NAMES)], 0),
+    **dict.fromkeys(["nonsense", "diff", "diff --nonsense", "diff {0} absent.pt"], 2),
+    **dict.fromkeys(["diff {0} {0} --rtol 1", "compat -n 3", "compat --args 1"], 2),
+    **dict.fromkeys(["average {0}", "convert {0}", "migrate {0}", "verify"], 2),
+    "convert {0} -o {0}": 1,
+    **dict.fromkeys(["inspect {0}", "verify {0}", "diff {0} {0}"], 0),
+}
+
+
+def test_what_needs_no_torch(net: Path) -> None:
+    """Help, completion, wrong command lines, and what reads no values: importing torch takes seconds."""
+    code = """
+import os, sys
+sys.modules["torch"] = None  # importing it raises
+from click.testing import CliRunner
+from modkit.cli._commands import commands
+for line in sys.argv[1:]:
+    print(CliRunner().invoke(commands, line.split(), prog_name="modkit").exit_code)
+os.environ.update(_MODKIT_COMPLETE="bash_complete", COMP_WORDS="modkit di", COMP_CWORD="1")
+sys.argv[:] = ["modkit"]
+from modkit.__main__ import main
+main()
+"""
+    # In a fresh interpreter: those of python() have imported torch.
+    lines = [line.format(net) for line in WITHOUT_TORCH]
+    shown = subprocess.check_output([sys.executable, "-c", code, *lines], text=True)
+
+    assert shown.splitlines() == [*map(str, WITHOUT_TORCH.values()), "plain,diff"]
 
 
 def test_the_version() -> None:
@@ -140,12 +178,12 @@ def test_the_json_of_each_command(net: Path) -> None:
 @for_each(
     ("line", "where"),
     [
-        ("average {0} -o {0}.out", (average, "average_checkpoints")),
-        ("compat", (compat, "run")),
+        ("average {0} -o {0}.out", (checkpoints, "average_checkpoints")),
+        ("compat", (run, "run")),
         ("convert {0} -o {0}.out", (convert, "_write")),
-        ("diff {0} {0} --values", (diff, "largest_difference")),
+        ("diff {0} {0} --values", (tensor_differences, "largest_difference")),
         ("inspect {0}", (inspect, "show")),
-        ("migrate {0} --dry-run --model torch.nn:Module", (migrate, "plan_file")),
+        ("migrate {0} --dry-run --model torch.nn:Module", (migrations, "plan_file")),
         ("verify {0}", (verify, "_model_files")),
     ],
     ids=NAMES,

@@ -14,7 +14,7 @@ from torch import nn
 from modkit.compat import run as runner
 from modkit.compat.behaviours import areas
 from modkit.compat.behaviours.differences import DIFFERENCES, Difference
-from modkit.compat.model import Target, TargetError, build, compare, failed, inputs_of, packages_of
+from modkit.compat.model import Target, TargetError, build, compare, inputs_of, packages_of
 from modkit.compat.outcomes import difference, outcome
 from modkit.compat.swapped_imports import SwappedImports
 from modkit.nn import Module
@@ -288,7 +288,7 @@ def test_what_fails(check: str, kind: str, expected: bool) -> None:
     """Torch alone refuses to trace some models; a model that cannot be called compares nothing."""
     found = runner.Result("model", check, kind, ("raises", "E", "", []), ("raises", "E", "", []))
 
-    assert failed([found]) is expected
+    assert runner.Report("model", [found], by_area=False).failed() is expected
 
 
 @pytest.mark.usefixtures("forked_models")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from modkit.cli.diff import Difference, largest_difference
+from modkit.cli.tensor_differences import Difference, largest_difference
 from tests.processes import peak_of_command
 from tests.unit.cli.command_line import invoke
 

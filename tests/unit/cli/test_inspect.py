@@ -2,24 +2,20 @@
 
 import argparse
 import functools
-import hashlib
 import json
 import pickle
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 import modkit
 from modkit.errors import FileError
-from modkit.files import inspect, zip_archive
+from modkit.files import inspect
 from modkit.files.tensor_files import Checkpoint
 from tests.unit.cli.command_line import invoke
-from tests.unit.files.test_inspect import exported, legacy, scripted, sharded
 
 
 run = functools.partial(invoke, "inspect")
@@ -121,7 +117,7 @@ def test_json(tmp_path: Path) -> None:
     data = json.loads(found.output)
 
     assert "\x1b" not in found.output
-    assert data["sha256"] == ""
+    assert "sha256" not in data
     assert data["kind"] == "torch.save file"
     assert data["tensors"] == [
         {"name": "a\x1b[31mb", "shape": [1], "dtype": "float32", "nbytes": 4}
@@ -156,114 +152,13 @@ def test_names_cannot_forge_output(tmp_path: Path) -> None:
     assert r"m\x1b[31m.pt" in output
 
 
-HEADER = "intact: header and sizes; safetensors files have no checksums"
-SHARDS = HEADER.replace("intact: ", "intact: index of 2 tensors in 2 files; ")
-WHOLE = "intact: checksums of {} members"
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("torch", WHOLE),
-        ("TorchScript", WHOLE),
-        ("export", WHOLE),
-        ("safetensors", HEADER),
-        ("shards", SHARDS),
-    ],
-)
-def test_check_passes_for_intact_files(
-    tmp_path: Path, path: Path, kind: str, expected: str
-) -> None:
-    """``--check`` tests the kind of file that it is given, and says what was tested."""
-    if kind == "safetensors":
-        save_file({"a": torch.ones(1)}, path)
-    elif kind == "TorchScript":
-        scripted(path)
-    elif kind == "export":
-        path = exported(tmp_path / "net.pt2")
-    elif kind == "shards":
-        path = sharded(tmp_path)
-
-    if expected is WHOLE:
-        expected = WHOLE.format(len(torch._C.PyTorchFileReader(str(path)).get_all_records()))
-    found = run("--check", path)
-    assert found.exit_code == 0
-    # A long path makes the column so narrow that the text is wrapped.
-    assert expected in " ".join(found.output.split())
-    facts = json.loads(run("--check", "--json", path).output)
-    assert facts["check"] == expected
-    digest = "" if kind == "shards" else hashlib.sha256(path.read_bytes()).hexdigest()
-    assert facts["sha256"] == digest
-    assert digest in "".join(found.output.split())
-    assert expected not in " ".join(run(path).output.split())
-
-
-def test_check_of_files_without_checksums(tmp_path: Path) -> None:
-    """A file without checksums passes ``--check`` only with its digest."""
-    path = legacy({"weight": torch.ones(1)}, tmp_path / "old.pt")
-    refused = run("--check", path)
-
-    assert refused.exit_code == 1
-    assert "unverified: no checksums" in refused.stderr
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    found = run("--check", "--sha256", digest, path)
-    assert found.exit_code == 0
-    assert "intact: the expected SHA-256" in found.output
-
-
-@pytest.mark.parametrize("check", [[], ["--check"]], ids=["alone", "with --check"])
-def test_the_digest(path: Path, check: list[str]) -> None:
-    """``--sha256`` ends with 1 unless the file has that digest, and with 2 for another text."""
-    right = hashlib.sha256(path.read_bytes()).hexdigest()
-
-    for notation in (right, right.upper(), f"sha256:{right}"):
-        assert run(*check, "--sha256", notation, path).exit_code == 0
-    found = run(*check, "--sha256", "0" * 64, path)
-    assert found.exit_code == 1
-    assert f"has the SHA-256 {right}, not {'0' * 64}" in found.stderr
-    found = run(*check, "--sha256", "zz", path)
-    assert found.exit_code == 2
-    assert "'zz' is not a SHA-256 digest" in found.stderr
-
-
-def test_nothing_is_hashed_without_check(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ``--check`` and ``--sha256`` read the whole file."""
+def test_nothing_is_hashed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command reads names, shapes and the pickle, and not the whole file."""
     assert inspect(path, hashed=False).sha256 == ""
     monkeypatch.setattr("hashlib.sha256", None)
     found = run(path)
 
     assert (found.exit_code, "SHA-256" in found.output) == (0, False)
-
-
-@pytest.mark.parametrize("options", [["--check"], ["--check", "--sha256"]], ids=" ".join)
-def test_one_read(path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
-    """The checksums and the digest take one read of the tensors from the disk, in their order."""
-    torch.save({f"{n}": torch.full((50_000,), n) for n in range(200)}, path)
-    if "--sha256" in options:
-        options = [*options, hashlib.sha256(path.read_bytes()).hexdigest()]
-    reads: list[tuple[int, int]] = []
-    read, read_into = zip_archive.read_at, zip_archive.read_into_at
-
-    # Not the functions of ``os``, which some platforms lack.
-    def read_at(file: int, count: int, start: int) -> bytes:
-        reads.append((start, count))
-        return read(file, count, start)
-
-    def read_into_at(file: int, target: memoryview, start: int) -> int:
-        reads.append((start, len(target)))
-        return read_into(file, target, start)
-
-    monkeypatch.setattr(zip_archive, "read_at", read_at)
-    monkeypatch.setattr(zip_archive, "read_into_at", read_into_at)
-    assert run(*options, path).exit_code == 0
-
-    # Each part is read for its checksum and then, from the page cache, for the digest.
-    size = path.stat().st_size
-    assert sum(count for _, count in reads) < 2.2 * size
-    large = [start for start, count in reads if count > 100_000]
-    assert large
-    steps = [after - before for before, after in pairwise(large)]
-    assert min(steps) > -size / 2
 
 
 def test_several_files(tmp_path: Path, path: Path) -> None:
@@ -282,7 +177,6 @@ def test_several_files(tmp_path: Path, path: Path) -> None:
     assert [each["name"] for each in data[1]["tensors"]] == ["weight", "bias"]
     assert (data[2]["kind"], data[2]["error"]) == ("text file", f"{page}: text file, not a model")
     assert run(path, path).exit_code == 0
-    assert run(path, path, "--sha256", "0" * 64).exit_code == 2
 
 
 def test_the_size_of_a_small_file(tmp_path: Path) -> None:

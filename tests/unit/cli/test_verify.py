@@ -5,12 +5,14 @@ import hashlib
 import json
 import shutil
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from modkit.files import zip_archive
 from tests.unit.cli.command_line import invoke
 from tests.unit.files.test_inspect import legacy, scripted, sharded
 
@@ -262,3 +264,33 @@ def test_the_progress_is_in_percent(folder: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")
     assert "%" in run("run").stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--write-sha256sums", "sums"]], ids=["", "digest"])
+def test_one_read(folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    """The checksums and the digest take one read of the tensors from the disk, in their order."""
+    path = folder / "large.pt"
+    torch.save({f"{n}": torch.full((50_000,), n) for n in range(200)}, path)
+    reads: list[tuple[int, int]] = []
+    read, read_into = zip_archive.read_at, zip_archive.read_into_at
+
+    # Not the functions of ``os``, which some platforms lack.
+    def read_at(file: int, count: int, start: int) -> bytes:
+        reads.append((start, count))
+        return read(file, count, start)
+
+    def read_into_at(file: int, target: memoryview, start: int) -> int:
+        reads.append((start, len(target)))
+        return read_into(file, target, start)
+
+    monkeypatch.setattr(zip_archive, "read_at", read_at)
+    monkeypatch.setattr(zip_archive, "read_into_at", read_into_at)
+    assert run(*options, path).exit_code == 0
+
+    # Each part is read for its checksum and then, from the page cache, for the digest.
+    size = path.stat().st_size
+    assert sum(count for _, count in reads) < 2.2 * size
+    large = [start for start, count in reads if count > 100_000]
+    assert large
+    steps = [after - before for before, after in pairwise(large)]
+    assert min(steps) > -size / 2

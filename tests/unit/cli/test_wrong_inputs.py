@@ -77,10 +77,8 @@ INSPECT = [
     *("inspect cut", "inspect nothing", "inspect x.safetensors", "inspect cut.safetensors"),
     *("inspect bad.index.json", "inspect gone.index.json", "inspect up.index.json", "inspect fifo"),
     *("inspect folder", "inspect m\x1b[31m\n", "inspect missing", "inspect", "inspect net|missing"),
-    *("inspect html", "inspect net|empty", "inspect net|net|--sha256|" + "0" * 64),
-    *("inspect net|--sha256|zz", "inspect net|--sha256|" + "0" * 64, "inspect net|--limit|-1"),
-    *("inspect net|--limit|x", "inspect net|--wrong", "inspect storage|--check"),
-    *("inspect legacy|--check", "inspect html|--check", "inspect pickle|--check"),
+    *("inspect html", "inspect net|empty", "inspect net|--limit|-1", "inspect net|--limit|x"),
+    *("inspect net|--wrong", "inspect storage", "verify legacy", "verify html", "verify pickle"),
 ]
 OPTIONS = [
     *("average", "average net", "average missing|-o|out.pt", "average net|-o|folder"),
@@ -108,8 +106,7 @@ OTHERS = [
 WRONG_USE = [
     *("average net|-o|out.pt|--weights|1,2", "average net|-o|out.pt|--weights|nan"),
     *("average net|net|-o|out.pt|--weights|1,-1", "average net|-o|out.pt|--weights|0"),
-    *("average net|-o|-", "inspect net|--sha256|zz", "inspect net|net|--sha256|" + "0" * 64),
-    *("inspect missing", "verify", "verify missing", "convert net|-o|-"),
+    *("average net|-o|-", "inspect missing", "verify", "verify missing", "convert net|-o|-"),
     *(line for line in [*DIFF, *OPTIONS] if line.startswith("diff")),
 ]
 # 1 for a file that is not known and intact.

@@ -7,12 +7,13 @@ from typing import Final, TypeVar, cast
 
 from torch import nn
 
+from modkit._fast_inference.folding import folds_of
+from modkit._fast_inference.layers import has_own_forward, is_container, kind_of
+from modkit._fast_inference.members import CALL_SLOT, Binding
+from modkit._fast_inference.runs import Call, Step, container_function, function_of, user_function
 from modkit._interrupts import uninterrupted
+from modkit._namespace import publish
 from modkit._tree import descend
-from modkit.fast_inference.folding import folds_of
-from modkit.fast_inference.layers import has_own_forward, is_container, kind_of
-from modkit.fast_inference.members import CALL_SLOT, Binding
-from modkit.fast_inference.runs import Call, Step, container_function, function_of, user_function
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -178,3 +179,6 @@ def _leave(used: list[Binding], is_finalizing: Callable[[], bool] = sys.is_final
             if not binding.users:
                 del _bindings[id(binding.module)]
                 binding.close()
+
+
+publish("modkit", fast_inference)

@@ -6,11 +6,12 @@ from typing import Any, Final, NoReturn
 
 from torch import nn
 
-from modkit.fast_inference.layers import finds_members_as_torch
+from modkit.nn._overrides import class_is_standard, methods
 
 
 # As in ``Module.__getattr__``: a parameter hides a buffer of its name, and that a module.
 _TABLES: Final = ("_modules", "_buffers", "_parameters")
+_ACCESS: Final = methods("__getattr__")
 _REPLACED: Final = frozenset({*_TABLES, "__dict__"})
 # Torch calls the function under this name instead of the hooks and ``forward``.
 CALL_SLOT: Final = "_compiled_call_impl"
@@ -104,7 +105,7 @@ class Binding:
     def open(self) -> None:
         """Add the members to ``__dict__``, and methods that copy and pickle without them."""
         self.is_open = True
-        if not finds_members_as_torch(type(self.module)):
+        if not class_is_standard(type(self.module), _ACCESS):
             return
         for key in _TABLES:
             table = self._state.get(key)

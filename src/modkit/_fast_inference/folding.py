@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 
-from modkit.fast_inference.layers import is_container, kind_of
-from modkit.fast_inference.members import CALL_SLOT
-from modkit.fast_inference.runs import Call, Step, function_of
+from modkit._fast_inference.layers import is_container, kind_of
+from modkit._fast_inference.members import CALL_SLOT
+from modkit._fast_inference.runs import Call, Step, function_of
 
 
 # The classes whose pairs can be folded.

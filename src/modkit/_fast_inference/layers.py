@@ -17,6 +17,11 @@ from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from modkit._upstream import original_methods
+from modkit.nn._overrides import class_is_standard, methods
+
+
+# Torch's own call path and access to attributes.
+_CALLED_BY_TORCH: Final = methods("__getattr__", "__call__", "_call_impl", "_compiled_call_impl")
 
 
 class Layer(NamedTuple):
@@ -236,7 +241,7 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
 def _kind_of(cls: Any) -> Kind | None:
     """Return the computation of a class, or None to take torch's own path."""
     # A mock or a proxy that claims to be a module may not have a ``forward``.
-    if not is_standard(cls):
+    if not class_is_standard(cls, _CALLED_BY_TORCH):
         return None
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
@@ -268,24 +273,10 @@ def is_container(cls: Any) -> bool:
     """Return True if modules of a class pass their input through their children, one by one."""
     functions = [("forward", CONTAINER.forward), *CONTAINER.methods]
     same = all(getattr(cls, name, None) is function for name, function in functions)
-    return same and _is_of_torch(CONTAINER.forward) and is_standard(cls)
+    return same and _is_of_torch(CONTAINER.forward) and class_is_standard(cls, _CALLED_BY_TORCH)
 
 
 def has_own_forward(cls: Any) -> bool:
     """Return True if a class implements ``forward``, and leaves to torch how it is called."""
-    return is_standard(cls) and not _has(cls, "forward")
-
-
-def is_standard(cls: Any) -> bool:
-    """Return True if a class has torch's own call path and attribute access."""
-    called_by_torch = _has(cls, "__call__", "_call_impl", "_compiled_call_impl")
-    return called_by_torch and finds_members_as_torch(cls)
-
-
-def finds_members_as_torch(cls: Any) -> bool:
-    """Return True if a class overrides neither ``__getattr__`` nor ``__getattribute__``."""
-    return _has(cls, "__getattr__") and cls.__getattribute__ is object.__getattribute__
-
-
-def _has(cls: Any, *names: str) -> bool:
-    return all(getattr(cls, name, None) is original_methods[name] for name in names)
+    has_forward = getattr(cls, "forward", None) is not original_methods["forward"]
+    return has_forward and class_is_standard(cls, _CALLED_BY_TORCH)

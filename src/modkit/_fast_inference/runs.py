@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
 
 from modkit import _upstream
+from modkit._fast_inference.layers import CONTAINER, FUNCTIONS, Kind, is_container, kind_of
+from modkit._fast_inference.members import CALL_SLOT, Table
 from modkit._upstream import jit_trace, module_globals as hooks
-from modkit.fast_inference.layers import CONTAINER, FUNCTIONS, Kind, is_container, kind_of
-from modkit.fast_inference.members import CALL_SLOT, Table
 
 
 Call = Callable[..., Any]
