@@ -94,20 +94,28 @@ def methods(*names: str) -> Methods:
     return tuple((name, original_methods[name]) for name in names)
 
 
-def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
-    """Return True if no class, instance or patch overrides one of some methods."""
-    cls = type(module)
-    # It may return another method than the class has.
+def class_is_standard(cls: Any, asked: Methods) -> bool:
+    """Return True if neither a class nor a patch overrides one of some methods."""
+    # It may return another method than the class has. A table may hold what is not a module, but
+    # every object has this method.
     if cls.__getattribute__ is not object.__getattribute__:
         return False
     for name, original in asked:
-        if (
-            id(getattr(cls, name, None)) not in STANDARD
-            or name in module.__dict__
-            or getattr(TorchModule, name) is not original
+        function = getattr(cls, name, None)
+        # A class that has torch's function has it whether or not ``torch.nn.Module`` is patched.
+        if function is not original and (
+            id(function) not in STANDARD or getattr(TorchModule, name) is not original
         ):
             return False
     return True
+
+
+def all_standard(module: torch.nn.Module, asked: Methods) -> bool:
+    """Return True if no class, instance or patch overrides one of some methods."""
+    # In this order: what is not a module need not have a dict.
+    return class_is_standard(type(module), asked) and not any(
+        name in module.__dict__ for name, _ in asked
+    )
 
 
 def is_standard(module: torch.nn.Module, method: str) -> bool:
@@ -128,20 +136,8 @@ class StandardClasses(dict[type, bool]):
 
     def __missing__(self, cls: Any) -> bool:
         """Check a class that this walk has not met before."""
-        # An entry of a table need not be a module, but every object has this method.
-        plain = cls.__getattribute__ is object.__getattribute__
-        for name, original in self.asked:
-            function = getattr(cls, name, None)
-            # A class that has torch's function has it whether or not ``torch.nn.Module`` is
-            # patched.
-            if function is not original and (
-                id(function) not in STANDARD or getattr(TorchModule, name) is not original
-            ):
-                plain = False
-                break
-
-        self[cls] = plain
-        return plain
+        self[cls] = class_is_standard(cls, self.asked)
+        return self[cls]
 
 
 @functools.cache
