@@ -87,6 +87,11 @@ def adapt_text_of_torch(*arguments: Any) -> None:
         text = re.sub(f"`({words})`_", rf"`\1 <{address}>`__", text)
     # Without blank lines around it, the directive is text, and the code that follows its argument.
     text = re.sub(r"^( *\.\. testcode::)$", r"\n\1\n", text, flags=re.MULTILINE)
+    text = re.sub(
+        r"(?<![<`])https://(arxiv)\.org/abs/([\d.]+\d)",
+        r"`arXiv:\2 <https://\1.org/abs/\2>`__",
+        text,
+    )
     text = re.sub(r"^modkit: ", "**modkit:** ", text, flags=re.MULTILINE)
     arguments[-1][:] = text.split("\n")
 
