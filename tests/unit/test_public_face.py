@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import modkit
 from tests.cases import for_each
@@ -61,6 +62,21 @@ def test_objects_show_their_public_path(path: str) -> None:
         assert (found.__module__, found.__qualname__) == (path, name)
         members = functions_of(found) if isinstance(found, type) else ()
         assert {member.__module__ for member in members} <= {path}
+
+
+def test_objects_show_what_they_are() -> None:
+    """No address of a function, and no tensor, where a notebook shows an object."""
+    model = torch.nn.Linear(1, 1)
+    kinds = ["Linear", "CountWarmup(decay=0.999, offset=10.0, min_decay=0.0)"]
+    average = f"EMA({', '.join(kinds)}, step=0, n_averaged=0)"
+    shown = {
+        repr(modkit.EMACallback(model)): f"EMACallback({average}, index=0)",
+        repr(modkit.migrations.merge(["q", "k"], "qk")): (
+            "Step(kind='merge', old=('q', 'k'), new=('qk',), stacked=False)"
+        ),
+    }
+
+    assert [*shown] == [*shown.values()]
 
 
 @for_each("path", NAMESPACES)

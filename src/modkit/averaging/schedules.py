@@ -697,8 +697,8 @@ def plot(
 ) -> "Figure":
     """Plot the :func:`profile` of schedules, relative to the equal average (extra ``plot``).
 
-    A value of 1 is the weight that the model has in the plain mean. Long runs are drawn in about a
-    thousand points, each the mean of several updates.
+    A value of 1 is the weight that the model has in the plain mean; values below 0.001 are not
+    shown. Long runs are drawn in about a thousand points, each the mean of several updates.
 
     Args:
         schedules: A decay, schedule or function of ``n``; a list of them; or a dict of them by
@@ -735,7 +735,8 @@ def plot(
         steps = [(edge - 1) * update_every for edge in edges[1:]]
         axes.plot(steps, heights, label=label, drawstyle="steps-mid")
 
-    axes.set(xlabel="step", ylabel="weight, relative to the equal average", yscale="log")
+    # Weights of the distant past go down to 1e-40, and would leave the last steps a thin strip.
+    axes.set(xlabel="step", ylabel="weight / mean weight", yscale="log", ylim=(1e-3, None))
     axes.legend()
     return cast("Figure", axes.figure)
 

@@ -80,7 +80,7 @@ def save_checkpoint(
     Raises:
         TypeError: If ``load_checkpoint`` would refuse an entry, for instance a path or a module.
             The text says where it is, and what to save instead. Nothing is written. Also for a file
-            that is open as text.
+            that is open as text, and if the arguments are swapped.
         ValueError: If the checkpoint has more than 128 MB without its tensors.
         OSError: If the file cannot be written, with ``errno`` and the path. A note says if
             ``atomic=False`` would help.
@@ -141,6 +141,8 @@ def _write_in_place(content: object, target: Any) -> None:
     buffer = io.BytesIO()
     with checksums_on():
         if not path and not callable(getattr(target, "write", None)):
+            if isinstance(target, Mapping):
+                raise TypeError("save_checkpoint(): got a path first; pass (checkpoint, path)")
             torch.save(content, cast("Any", target))  # raises torch's error
         _save_readable(content, buffer)
 

@@ -8,7 +8,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -90,8 +90,8 @@ class Step:
     kind: str
     old: tuple[str, ...]
     new: tuple[str, ...]
-    up: Callable[..., Any] | None = None
-    down: Callable[..., Any] | None = None
+    up: Callable[..., Any] | None = field(default=None, repr=False)
+    down: Callable[..., Any] | None = field(default=None, repr=False)
     stacked: bool = False
 
     def __post_init__(self) -> None:

@@ -371,6 +371,8 @@ def test_plot_of_profiles():
     (axes,) = schedules.plot([Constant(0.5), Equal()], 3).axes
     constant, equal = axes.lines
 
+    # The last decades: the copy in a constant 0.5 has a weight of 1e-300 after a thousand steps.
+    assert axes.get_ylim()[0] == 1e-3
     assert [line.get_label() for line in axes.lines] == ["Constant(decay=0.5)", "Equal()"]
     assert constant.get_ydata().tolist() == [0.5, 0.5, 1.0, 2.0]
     assert equal.get_ydata().tolist() == [1.0, 1.0, 1.0, 1.0]

@@ -67,6 +67,12 @@ def test_an_open_file(content, tmp_path):
                 assert_read(load(file), content)
 
 
+def test_swapped_arguments(tmp_path: Path) -> None:
+    """The error says in which order they are; torch speaks of a file 'f'."""
+    with pytest.raises(TypeError, match=r"got a path first; pass \(checkpoint, path\)"):
+        save_checkpoint(tmp_path / "last.pt", CONTENT)
+
+
 def test_a_file_that_was_just_written():
     """It is read from its start; torch raises EOFError."""
     buffer = io.BytesIO()
