@@ -69,11 +69,10 @@ class Layers:
 
     def convolution(self, in_channels: int, out_channels: int, stride: int = 1) -> list[nn.Module]:
         """Make a 3x3 convolution of a residual block, where "LN" is a GroupNorm with one group."""
+        conv = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
         is_batch_norm = self.norm_type == "BN"
-        return [
-            nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False),
-            nn.BatchNorm2d(out_channels) if is_batch_norm else nn.GroupNorm(1, out_channels),
-        ]
+        norm = nn.BatchNorm2d(out_channels) if is_batch_norm else nn.GroupNorm(1, out_channels)
+        return [conv, norm]
 
     def blocks(self, number: int, channels: int) -> nn.ModuleList:
         """Make residual blocks."""

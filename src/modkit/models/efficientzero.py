@@ -173,8 +173,7 @@ class EZNetworkOutput:
 def scaled(latent_state: Tensor) -> Tensor:
     """Scale each latent state to [0, 1]; a constant one becomes zero."""
     flat = latent_state.flatten(1)
-    lowest = flat.amin(1, keepdim=True)
-    highest = flat.amax(1, keepdim=True)
+    lowest, highest = flat.aminmax(dim=1, keepdim=True)
     # Without the bound, the elements of a constant state would be 0 / 0.
     return ((flat - lowest) / (highest - lowest).clamp(min=1e-8)).reshape(latent_state.shape)
 
@@ -256,8 +255,8 @@ class EfficientZeroModel(nn.Module):
 
         # BatchNorm whatever norm_type is, as in LightZero.
         def hidden(in_features: int, out_features: int) -> list[Any]:
-            norm = nn.BatchNorm1d(out_features)
-            return [nn.Linear(in_features, out_features), norm, config.activation]
+            linear = nn.Linear(in_features, out_features)
+            return [linear, nn.BatchNorm1d(out_features), config.activation]
 
         self.projection: nn.Sequential = nn.Sequential(
             *hidden(self.projection_input_dim, config.proj_hid),
@@ -306,13 +305,17 @@ class EfficientZeroModel(nn.Module):
         if self.discrete_action_encoding_type == "one_hot":
             encoded = latent_state.new_zeros(len(action), self.action_space_size)
             # Not by nn.functional.one_hot, whose result is int64 and would have to be cast.
-            encoded.scatter_(1, action.long(), 1)
+            try:
+                encoded.scatter_(1, action.long(), 1)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"there are {self.action_space_size} actions: {error}"
+                ) from error
         else:
             # The quotient of integers has the default precision, as in LightZero.
             encoded = (action / self.action_space_size).to(latent_state.dtype)
 
-        batch, _, height, width = latent_state.shape
-        planes = encoded.unsqueeze(2).unsqueeze(3).expand(batch, -1, height, width)
+        planes = encoded[:, :, None, None].expand(len(latent_state), -1, *latent_state.shape[2:])
         inputs = torch.cat([latent_state, planes], 1)
 
         state, hidden, value_prefix = self.dynamics_network(inputs, reward_hidden_state)
