@@ -24,6 +24,8 @@ def missing(*packages: str) -> bool:
 def set_up(namespace: dict[str, Any]) -> None:
     """Run a page in an empty folder, and give it what its comments about skipping call."""
     namespace["missing"] = missing
+    # Blocks that compile for half a minute run in CI.
+    namespace["in_ci"] = "CI" in os.environ
     namespace["previous folder"] = Path.cwd()
     namespace["folder of the page"] = tempfile.TemporaryDirectory()
     # The temporary files of the page go with the folder.
