@@ -308,9 +308,7 @@ class EfficientZeroModel(nn.Module):
             try:
                 encoded.scatter_(1, action.long(), 1)
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"there are {self.action_space_size} actions: {error}"
-                ) from error
+                raise RuntimeError(f"action out of range: {error}") from error
         else:
             # The quotient of integers has the default precision, as in LightZero.
             encoded = (action / self.action_space_size).to(latent_state.dtype)

@@ -108,7 +108,7 @@ def test_actions():
     model = case.build().eval()
     latent, hidden, _ = case.inputs("recurrent_inference", torch.float32)
 
-    with pytest.raises(RuntimeError, match="there are 5 actions: index 5 is out"):
+    with pytest.raises(RuntimeError, match="action out of range: index 5 is out"):
         model.recurrent_inference(latent, hidden, torch.tensor([0, 1, 5]))
     with pytest.raises(AssertionError, match="two_hot"):
         models.EfficientZeroModel((4, 3, 3), discrete_action_encoding_type="two_hot")
