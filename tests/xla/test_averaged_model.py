@@ -103,19 +103,6 @@ def test_no_update_reads_or_compiles(rule: str, device: torch.device) -> None:
     assert found["torch"].reads >= 6
 
 
-@pytest.mark.parametrize("options", OWN.values(), ids=OWN)
-@each_place
-def test_no_update_with_own_options_reads_or_compiles(
-    options: dict[str, Any], place_of_count: str | None, device: torch.device
-) -> None:
-    """Whatever the option, and wherever the count is."""
-    net, average = averaged(MODKIT, device, "EMA, of lists", device=place_of_count, **options)
-    with counted() as counts:
-        train(net, lambda: average.update_parameters(net), 5, 11)
-
-    assert (counts.compilations, counts.reads) == (0, 0)
-
-
 @pytest.mark.parametrize("rule", ["SWA", "SWA, of lists", "SWA, one by one", "EMA, of lists"])
 @each_place
 def test_the_thousandth_update(rule: str, place_of_count: str | None, device: torch.device) -> None:
@@ -171,36 +158,6 @@ def test_writes_to_the_count_are_followed(rule: str, write: str, device: torch.d
     torch.testing.assert_close(found["modkit"], found["torch"], rtol=1e-5, atol=1e-6)
 
 
-@each_rule
-def test_an_average_in_host_memory(rule: str, impl: Implementation, device: torch.device) -> None:
-    """`device="cpu"` keeps the average of a model of the device on the CPU."""
-
-    def scenario(place: torch.device) -> object:
-        _, average = averaged(impl, place, rule, device="cpu")
-        assert {one.device.type for one in average.state_dict().values()} == {"cpu"}
-        return average.state_dict()
-
-    agree(scenario, device)
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-@pytest.mark.parametrize("precision", ["same", "fp32"])
-def test_an_average_on_the_device_of_a_model_in_host_memory(
-    use_buffers: bool, precision: str, device: torch.device
-) -> None:
-    """The average is on the device that was asked for, and has the values."""
-
-    def scenario(place: torch.device) -> object:
-        net = network("cpu")
-        options = {"use_buffers": use_buffers, "precision": precision}
-        average = MODKIT.AveragedModel(net, device=place, **options)
-        train(net, lambda: average.update_parameters(net), 0, 5)
-        assert {one.device.type for one in average.state_dict().values()} == {place.type}
-        return average.state_dict()
-
-    agree(scenario, device)
-
-
 UNCHANGED = """
 import sys
 from tests.helpers import Implementation
@@ -252,27 +209,3 @@ def test_the_averaged_model_in_use(
         return output, average.state_dict(), twin.state_dict(), fresh.state_dict()
 
     agree(scenario, device)
-
-
-def test_moved_to_the_device(impl: Implementation, device: torch.device) -> None:
-    """An average that was made on the CPU is moved, its count too, and goes on."""
-
-    def scenario(place: torch.device) -> object:
-        net, average = averaged(impl, "cpu", "SWA")
-        net.to(place)
-        average.to(place)
-        train(net, lambda: average.update_parameters(net), 5, 8)
-        return average.state_dict()
-
-    agree(scenario, device)
-
-
-def test_batch_normalization(device: torch.device) -> None:
-    """`update_bn()` gives the statistics of torch's, on the device."""
-    found = {}
-    for impl in TORCH, MODKIT:
-        _, average = averaged(impl, device, "SWA")
-        impl.swa_utils.update_bn([inputs("cpu", seed) for seed in range(3)], average, device)
-        found[str(impl)] = on_host(average.state_dict())
-
-    torch.testing.assert_close(found["modkit"], found["torch"], rtol=1e-5, atol=1e-6)

@@ -1,4 +1,3 @@
-import copy
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.xla.recipes import (
     network,
     on_host,
     train,
-    train_step,
 )
 
 
@@ -62,21 +60,6 @@ def test_evaluation_inside_applied(options: dict[str, Any], device: torch.device
     agree(scenario, device)
 
 
-def test_evaluations_of_several_averages(device: torch.device) -> None:
-    """Each index has its average, and an exception restores the training weights."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place, decay=[0.5, 0.99])
-        found = []
-        for index in 0, 1:
-            with pytest.raises(KeyError), ema.applied(index=index):
-                found.append(on_host(net(inputs(place))))
-                raise KeyError
-        return found, net.state_dict()
-
-    agree(scenario, device)
-
-
 def test_store_and_restore(device: torch.device) -> None:
     """`copy_to()` writes the average, `restore()` the training weights, and training goes on."""
 
@@ -89,52 +72,6 @@ def test_store_and_restore(device: torch.device) -> None:
         net.train()
         train(net, ema.update, 4, 7)
         return inside, net.state_dict(), dict(ema.named_averages())
-
-    agree(scenario, device)
-
-
-def test_training_goes_on_from_the_average(device: torch.device) -> None:
-    """After `copy_to()` the model trains, and the average keeps its memory."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        ema.copy_to()
-        end_step()
-        net.train()
-        for step in range(4, 7):
-            train_step(net, step)
-            end_step()
-        kept = on_host(dict(ema.named_averages()))
-        ema.update()
-        return kept, dict(ema.named_averages()), net.state_dict()
-
-    agree(scenario, device)
-
-
-def test_copy_to_another_model(device: torch.device) -> None:
-    """The average is written into a model of the same device, and of the other one."""
-
-    def scenario(place: torch.device) -> object:
-        _, ema = trained(place)
-        others = network("cpu"), network(place)
-        for other in others:
-            ema.copy_to(other)
-        return [other.state_dict() for other in others]
-
-    agree(scenario, device)
-
-
-def test_the_second_model(device: torch.device) -> None:
-    """`module` follows the average, `averaged_model()` stays as it was, and both can be called."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        shared, separate = ema.module, ema.averaged_model()
-        first = on_host([shared(inputs(place)), separate(inputs(place)), ema(inputs(place))])
-        net.train()
-        train(net, ema.update, 4, 7)
-        later = on_host([shared(inputs(place)), separate(inputs(place))])
-        return first, later, shared.state_dict()
 
     agree(scenario, device)
 
@@ -177,21 +114,6 @@ def test_moving_and_casting_the_averages(device: torch.device) -> None:
     agree(scenario, device)
 
 
-def test_a_model_that_changes(device: torch.device) -> None:
-    """`rebind()` keeps known averages, and starts new ones as a copy."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        torch.manual_seed(1)
-        net.append(torch.nn.Linear(2, 2).to(place))
-        ema.rebind()
-        net.train()
-        train(net, ema.update, 4, 7)
-        return dict(ema.named_averages())
-
-    agree(scenario, device)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_steps_of_an_optimizer(optimizer: Any, device: torch.device) -> None:
     """After `attach()` each step of the optimizer is an update that reads and compiles nothing."""
@@ -226,16 +148,3 @@ def test_steps_of_an_optimizer(optimizer: Any, device: torch.device) -> None:
 
     agree(scenario, device, rtol=1e-4, atol=1e-5)
     assert reads(averaged=True) == reads(averaged=False)
-
-
-def test_copies_of_an_average(device: torch.device) -> None:
-    """A deep copy goes on by itself."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        other = copy.deepcopy(ema)
-        net.train()
-        train(net, ema.update, 4, 7)
-        return dict(ema.named_averages()), dict(other.named_averages())
-
-    agree(scenario, device)

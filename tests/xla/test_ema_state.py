@@ -7,7 +7,7 @@ import torch
 
 import modkit
 from modkit import schedules
-from tests.xla.recipes import agree, end_step, inputs, network, on_host, train
+from tests.xla.recipes import agree, end_step, network, on_host, train
 from tests.xla.test_ema_updates import PRECISIONS, SCHEDULES
 
 
@@ -63,62 +63,6 @@ def test_resume_on_the_other_device(
     expected, found = resumed(first, tmp_path, second, options, torch.float32)
 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("precision", ["same", "fp64"])
-def test_a_loaded_state_stays_intact(precision: str, device: torch.device) -> None:
-    """Updates after loading a state of the device do not take its memory."""
-    net, options = network(device), {"decay": 0.9, "precision": precision}
-    ema = modkit.EMA(net, **options)
-    train(net, ema.update, 0, 4)
-    state = copy.deepcopy(ema.state_dict())
-    end_step()
-    before = on_host(state["averages"])
-    other = modkit.EMA(network(device), **options)
-    other.load_state_dict(state)
-    end_step()
-    train(other.model, other.update, 4, 7)
-
-    torch.testing.assert_close(on_host(state["averages"]), before, rtol=0, atol=0)
-
-
-def test_callback_with_resume(tmp_path: Path, device: torch.device) -> None:
-    """The callback averages, evaluates and resumes as it does on the CPU."""
-
-    def steps(net: Any, optimizer: Any, first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.zero_grad()
-            net(inputs(net[0].weight.device, step)).square().mean().backward()
-            optimizer.step()
-            end_step()
-
-    def scenario(place: torch.device) -> object:
-        net = network(place)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-        callback = modkit.EMACallback(net, optimizer, decay=[0.9, 0.99], index=1)
-        steps(net, optimizer, 0, 4)
-        net.eval()
-        with callback.evaluating():
-            first = on_host(net(inputs(place)))
-        callback.on_validation_start()
-        second = on_host(net(inputs(place)))
-        callback.on_validation_end()
-        net.train()
-        path = tmp_path / f"{place.type}.pt"
-        modkit.save_checkpoint({"net": net.state_dict(), "ema": callback.state_dict()}, path)
-
-        other = network(place)
-        optimizer = torch.optim.SGD(other.parameters(), lr=0.05)
-        again = modkit.EMACallback(other, optimizer, decay=[0.9, 0.99], index=1)
-        state = modkit.load_checkpoint(path)
-        modkit.load_state_dict(other, state["net"])
-        again.load_state_dict(state["ema"])
-        steps(other, optimizer, 4, 7)
-        again.swap_to_average_at_end = True
-        again.on_train_end()
-        return first, second, other.state_dict(), dict(again.ema.named_averages(1))
-
-    agree(scenario, device, rtol=1e-4, atol=1e-5)
 
 
 def test_averages_after_the_fact(tmp_path: Path, device: torch.device) -> None:

@@ -14,7 +14,6 @@ from tests.xla.recipes import (
     network,
     on_host,
     train,
-    train_step,
 )
 
 
@@ -143,24 +142,6 @@ def test_stochastic_bits_do_not_depend_on_the_device(precision: str, device: tor
     agree(scenario, device, rtol=0, atol=0)
 
 
-def test_the_mean_of_stochastic_rounding(device: torch.device) -> None:
-    """Steps below the rounding error move the average as far as they do in float32."""
-    model = torch.nn.Linear(64, 64, bias=False).to(device, torch.bfloat16)
-    ema = modkit.EMA(model, decay=0.999, precision="stochastic")
-    with torch.no_grad():
-        model.weight.fill_(1.0)
-    ema.update()
-    with torch.no_grad():
-        model.weight.fill_(1.5)
-    for _ in range(100):
-        ema.update()
-        end_step()
-
-    expected = 1.5 - 0.5 * 0.999**100
-    mean = dict(ema.named_averages())["weight"].float().mean().item()
-    assert mean == pytest.approx(expected, rel=2e-3)
-
-
 @pytest.mark.parametrize("policy", ["skip", "raise"])
 def test_values_that_are_not_finite(policy: str, device: torch.device) -> None:
     """The policies give the averages of the CPU: a step is skipped, or raises before anything changes."""
@@ -218,36 +199,3 @@ def test_averages_on_another_device(
         return dict(ema.named_averages()), inside, net.state_dict()
 
     agree(scenario, device)
-
-
-def test_a_model_that_moves(device: torch.device) -> None:
-    """Averages follow a model from the CPU to the device and back."""
-
-    def scenario(place: torch.device) -> object:
-        net = network("cpu")
-        ema = modkit.EMA(net, decay=0.9, precision="fp64")
-        train(net, ema.update, 0, 3)
-        train(net.to(place), ema.update, 3, 6)
-        assert {one.device.type for _, one in ema.named_averages()} == {place.type}
-        train(net.to("cpu"), ema.update, 6, 9)
-        return dict(ema.named_averages())
-
-    agree(scenario, device)
-
-
-def test_an_update_in_each_of_two_orders(device: torch.device) -> None:
-    """Ending the step before the update, after it, or after both, gives the same averages."""
-    found = []
-    for before, after in (True, True), (True, False), (False, True):
-        net = network(device)
-        ema = modkit.EMA(net, decay=0.9)
-        for step in range(5):
-            train_step(net, step)
-            if before:
-                end_step()
-            ema.update()
-            if after:
-                end_step()
-        found.append(on_host(dict(ema.named_averages())))
-
-    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=1e-5, atol=1e-6)

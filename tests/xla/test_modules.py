@@ -33,23 +33,6 @@ def test_load_between_devices(
         net.load_state_dict({**state, "0.linear.weight": torch.ones(1, device=places[source])})
 
 
-@pytest.mark.parametrize("where", ["state", "model"])
-def test_load_with_both_devices_in_one_list(where: str, device: torch.device) -> None:
-    """The state, or the model, may be in part on the device."""
-    state = network("cpu").state_dict()
-    expected = {name: one + 1 for name, one in state.items()}
-    net, given = network("cpu"), dict(expected)
-    if where == "model":
-        net[0].to(device)
-    else:
-        given["0.weight"] = given["0.weight"].to(device)
-        given["1.running_mean"] = given["1.running_mean"].to(device)
-    modkit.load_state_dict(net, given)
-
-    assert (net[0].weight.device.type == "xla") == (where == "model")
-    torch.testing.assert_close(on_host(net.state_dict()), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_loaded_state_can_be_trained(
     assign: bool, impl: Implementation, device: torch.device
@@ -118,54 +101,6 @@ def test_conversions(name: str, impl: Implementation, device: torch.device) -> N
     agree(scenario, device)
 
 
-def test_moving_to_the_device_and_back(impl: Implementation, device: torch.device) -> None:
-    """`.to()` moves every tensor and gradient; parameters of another kind of memory are new objects."""
-    net = own_network(impl, "cpu")
-    before = net[0].linear.weight
-    net(inputs("cpu")).sum().backward()
-    expected = on_host({**net.state_dict(), "grad": net[0].linear.weight.grad})
-    net.to(device)
-    there = {one.device.type for one in net.state_dict().values()}
-    kept = net[0].linear.weight is before
-    net.to("cpu")
-
-    assert (there, kept) == ({"xla"}, False)
-    found = {**net.state_dict(), "grad": net[0].linear.weight.grad}
-    torch.testing.assert_close(on_host(found), expected, rtol=0, atol=0)
-
-
-def test_hooks(impl: Implementation, device: torch.device) -> None:
-    """Hooks of every kind see and change tensors of the device."""
-
-    def scenario(place: torch.device) -> object:
-        net, calls = own_network(impl, place), []
-        net.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
-        net[0].register_forward_hook(lambda module, args, output: output + 1)
-        net.register_forward_hook(
-            lambda module, args, kwargs, output: calls.append(1), with_kwargs=True
-        )
-        net.register_full_backward_pre_hook(lambda module, grads: tuple(g * 3 for g in grads))
-        net[0].register_full_backward_hook(lambda module, given, grads: calls.append(2))
-        net.register_state_dict_post_hook(lambda module, state, *_: state.__delitem__("0.steps"))
-        output = net(inputs(place).requires_grad_())
-        output.square().mean().backward()
-        gradients = [one.grad for one in net.parameters()]
-        return output, gradients, calls, net.state_dict()
-
-    agree(scenario, device, rtol=1e-4, atol=1e-5)
-
-
-def test_a_call_reads_and_compiles_nothing(impl: Implementation, device: torch.device) -> None:
-    """Hooks and modes cost no read; after two steps the graphs are there."""
-    net = own_network(impl, device)
-    net.register_forward_hook(lambda module, args, output: output * 2)
-    train(net, lambda: None, 0, 4)
-    with counted() as counts:
-        train(net, net.train, 4, 8)
-
-    assert (counts.compilations, counts.reads) == (0, 0)
-
-
 @pytest.mark.parametrize("training", [False, True])
 def test_fast_inference(training: bool, impl: Implementation, device: torch.device) -> None:
     """The block gives what plain calls give, bit by bit, and reads nothing."""
@@ -191,20 +126,3 @@ def test_fast_inference(training: bool, impl: Implementation, device: torch.devi
     torch.testing.assert_close(
         on_host(net.state_dict()), on_host(twin.state_dict()), rtol=0, atol=0
     )
-
-
-def test_fast_inference_of_an_average(device: torch.device) -> None:
-    """An average that is swapped in inside the block is what calls use."""
-
-    def scenario(place: torch.device) -> object:
-        net = network(place)
-        ema = modkit.EMA(net, decay=0.9)
-        train(net, ema.update, 0, 3)
-        net.eval()
-        with torch.no_grad(), modkit.fast_inference(net):
-            raw = net(inputs(place))
-            with ema.applied():
-                average = on_host(net(inputs(place)))
-        return on_host(raw), average
-
-    agree(scenario, device)
