@@ -1,6 +1,5 @@
 import pytest
 
-from tests.cases import for_each
 from tests.helpers import Implementation
 from tests.models import parent_and_child
 from tests.parity.hooks.test_registration_hooks import CHECKED_WAYS, KINDS, register, register_hook
@@ -10,10 +9,6 @@ from tests.parity.hooks.tools import noting
 LOAD_HOOKS = (
     *("register_load_state_dict_pre_hook", "_register_load_state_dict_pre_hook"),
     "register_load_state_dict_post_hook",
-)
-STATE_HOOKS = (
-    *("register_state_dict_pre_hook", "register_state_dict_post_hook", "_register_state_dict_hook"),
-    *LOAD_HOOKS,
 )
 
 
@@ -41,27 +36,6 @@ def test_load_hook_may_remove_itself_while_it_runs(impl: Implementation, registr
     run(module, registrar)
 
     assert log == ["once", "next", "next"]
-
-
-@for_each("registrar", STATE_HOOKS)
-def test_state_hook_may_add_another_while_it_runs(impl: Implementation, registrar: str) -> None:
-    """A state-dict or load hook that is registered by another waits for the next time."""
-    log: list[str] = []
-    module = parent_and_child(impl)
-
-    def adds(*_: object) -> None:
-        log.append("adds")
-        if len(log) == 1:
-            getattr(module, registrar)(noting(log, "added"))
-
-    getattr(module, registrar)(adds)
-    run(module, registrar)
-
-    assert log == ["adds"]
-
-    run(module, registrar)
-
-    assert log == ["adds", "adds", "added"]
 
 
 @CHECKED_WAYS

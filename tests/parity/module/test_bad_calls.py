@@ -2,54 +2,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import leaf, tree
+from tests.models import tree
 from tests.parity.module.contents import raises_like_torch, run
-
-
-def unfinished(impl):
-    """Build an instance whose ``__init__`` never ran."""
-    return type(leaf(impl)).__new__(type(leaf(impl)))
-
-
-@for_each(
-    "call",
-    [
-        "setattr(m, 'w', Parameter(ones(1)))",
-        "setattr(m, 'c', Identity())",
-        "m.register_parameter('w', Parameter(ones(1)))",
-        "m.register_parameter('w', None)",
-        "m.register_parameter(1, None)",
-        "m.add_module('c', Identity())",
-        "m.add_module('c', None)",
-        "m.add_module('forward', None)",
-        "m.add_module('c', 1)",
-        "m.register_module('c', Identity())",
-        "m.load_state_dict({})",
-        "list(m.named_modules())",
-        "m.apply(print)",
-    ],
-)
-def test_use_before_init(impl: Implementation, call: str) -> None:
-    """Operations on the registries before ``__init__`` fail, and change nothing."""
-    before, after = raises_like_torch(impl, unfinished, call)
-
-    assert before == after
-    assert after.entries == []
-
-
-@for_each(
-    "call",
-    [
-        "m.apply(None)",
-        "m.apply(lambda module: module.missing)",
-        "list(m.named_modules(memo=3))",
-    ],
-)
-def test_calls_with_bad_arguments(impl: Implementation, call: str) -> None:
-    """A bad argument to a method that reads or walks the tree changes nothing."""
-    before, after = raises_like_torch(impl, tree, call)
-
-    assert before == after
 
 
 @for_each(

@@ -171,21 +171,6 @@ def test_a_refused_load_names_targets_that_cannot_be_written() -> None:
     assert text.count("While copying the parameter named") == 4
 
 
-def test_a_refused_load_warns_of_copies_to_the_meta_device(impl: Implementation) -> None:
-    """A copy that would do nothing is warned of, whether or not the load is refused."""
-    module = impl.Module()
-    module.a = torch.nn.Parameter(torch.zeros(2, device="meta"))
-    module.b = torch.nn.Parameter(torch.zeros(2))
-    with (
-        pytest.warns(UserWarning, match="for a: copying from a non-meta parameter") as caught,
-        pytest.raises(RuntimeError, match="Missing key"),
-    ):
-        module.load_state_dict({"a": torch.ones(2)})
-
-    assert len(caught) == 1
-    assert caught[0].filename == torch.nn.modules.module.__file__
-
-
 @for_each("tied", [False, True])
 def test_an_error_of_one_copy_names_its_entry(tied: bool) -> None:
     """Where one tensor cannot be copied, the error names it, and the other tensors are loaded."""

@@ -2,81 +2,13 @@ import abc
 import functools
 import inspect
 import sys
-import typing
 from collections.abc import Iterable
-from typing import Protocol
 
 import pytest
 import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, freeze, same
-
-
-@pytest.mark.parametrize("flag", [False, True])
-def test_init_calls_the_next_class_if_it_is_asked_to(impl: Implementation, flag: bool) -> None:
-    """Without ``call_super_init`` a mixin behind Module is not initialized."""
-
-    class Mixin:
-        def __init__(self):
-            self.mixed = True
-
-    class Net(impl.Module, Mixin):
-        call_super_init = flag
-
-        def __init__(self):
-            super().__init__()
-
-    assert hasattr(Net(), "mixed") is flag
-
-
-def test_init_passes_arguments_on_with_call_super_init(impl: Implementation) -> None:
-    """With ``call_super_init`` the next class of the MRO gets all arguments."""
-
-    class Mixin:
-        def __init__(self, first, *, second):
-            self.mixed = (first, second)
-
-    class Net(impl.Module, Mixin):
-        call_super_init = True
-
-        def __init__(self):
-            super().__init__(1, second=2)
-
-    module = Net()
-
-    assert module.mixed == (1, 2)
-    assert list(module.parameters()) == []
-
-
-def test_an_abstract_module(impl: Implementation) -> None:
-    """``abc.ABC`` mixes in: abstract methods keep a class from being instantiated."""
-
-    class Base(impl.Module, abc.ABC):
-        @abc.abstractmethod
-        def forward(self, value): ...
-
-    class Net(Base):
-        def forward(self, value):
-            return value
-
-    with pytest.raises(TypeError, match="abstract"):
-        Base()
-
-    assert Net()(1) == 1
-
-
-def test_a_module_with_a_protocol(impl: Implementation) -> None:
-    """A module class may implement a protocol explicitly."""
-
-    class Sized(Protocol):
-        def width(self) -> int: ...
-
-    class Net(impl.Module, Sized):
-        def width(self) -> int:
-            return 3
-
-    assert Net().width() == 3
 
 
 def finished_by_metaclass(impl: Implementation, base: type) -> bool:
@@ -240,24 +172,6 @@ def test_registrations_of_abstract_classes():
     assert same(scenario)[0] == "returned"
 
 
-@for_each("refused", ["not a class", "a class above it", "by Module"])
-def test_registrations_that_are_refused(refused):
-    """``register`` takes classes that it does not derive from, and Module has no such method."""
-
-    def scenario(impl):
-        class Base(impl.Module, metaclass=abc.ABCMeta):
-            pass
-
-        class Derived(Base):
-            pass
-
-        if refused == "by Module":
-            return impl.Module.register(int)
-        return Derived.register(3 if refused == "not a class" else Base)
-
-    assert same(scenario)[0] == "raised"
-
-
 def test_super_of_module_sets_plain_attributes(impl: Implementation) -> None:
     """``super(nn.Module, self).__setattr__`` keeps a module out of the children."""
 
@@ -305,20 +219,6 @@ def test_module_has_the_annotations_of_torch(impl: Implementation) -> None:
     # TorchScript reads the types of attributes here. Since Python 3.14 there are none.
     of_instance = getattr(torch.nn.Module(), "__annotations__", None)
     assert getattr(Net(), "__annotations__", None) == of_instance
-
-
-def test_the_hints_of_module_name_the_class_of_the_namespace(impl: Implementation) -> None:
-    """``typing.get_type_hints`` resolves all of them; a child is a ``Module`` of the library asked."""
-    expected = typing.get_type_hints(torch.nn.Module)
-    expected["_modules"] = dict[str, impl.Module | None]
-
-    class Net(impl.Module):
-        width: "int"
-
-    hints = typing.get_type_hints(Net)
-
-    assert typing.get_type_hints(impl.Module) == expected
-    assert hints == {**expected, "width": int}
 
 
 @pytest.mark.parametrize("name", ["Module", "AveragedModel", "jit.ScriptModule"])

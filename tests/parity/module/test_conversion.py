@@ -3,7 +3,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, empty, leaf, network, tensors, with_dtypes
+from tests.models import child_leaf, leaf, network, tensors, with_dtypes
 from tests.parity.module.contents import run, state
 
 
@@ -94,16 +94,6 @@ def test_casting_to_complex_warns_at_the_callers_line(impl: Implementation) -> N
     assert module.steps.dtype is torch.int64
 
 
-def test_a_gradient_alone_is_converted(impl: Implementation) -> None:
-    """A gradient is cast although its parameter has the dtype already."""
-    module = leaf(impl)
-    module.weight.grad = torch.ones_like(module.weight)
-    module.weight.grad.data = module.weight.grad.data.double()
-    module.float()
-
-    assert module.weight.grad.dtype is torch.float32
-
-
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_gradients_that_have_a_history():
     """Converting a parameter whose gradient is part of a graph ends as in torch."""
@@ -120,18 +110,6 @@ def test_gradients_that_have_a_history():
             found.append(state(module))
             module.weight.grad = None
         return found
-
-    assert same(scenario)[0] == "returned"
-
-
-def test_buffers_that_require_grad():
-    """A buffer that requires a gradient is converted with its history, as in torch."""
-
-    def scenario(impl):
-        module = empty(impl)
-        module.register_buffer("x", torch.ones(1, requires_grad=True))
-        module.double()
-        return module.x, module.x.is_leaf, module.x.grad_fn is None
 
     assert same(scenario)[0] == "returned"
 
@@ -163,22 +141,6 @@ def test_what_is_not_a_tensor_cannot_be_converted(call):
     assert same(scenario)[0] == "raised"
 
 
-def test_other_operations_that_are_not_implemented():
-    """An error that is not about the meta device has the text of the tensor that raises it."""
-
-    class Odd(torch.Tensor):
-        def to(self, *_):
-            raise NotImplementedError("not for this tensor")
-
-    def scenario(impl):
-        module = empty(impl)
-        module.register_buffer("x", torch.ones(1).as_subclass(Odd))
-        return module.to(torch.float64)
-
-    expected = ("raised", "NotImplementedError", "not for this tensor")
-    assert same(scenario) == expected
-
-
 @pytest.mark.gpu
 def test_cuda_moves_everything_in_place(impl: Implementation) -> None:
     """On a real device, torch 2.13 keeps the parameter objects and replaces the buffers.
@@ -195,17 +157,3 @@ def test_cuda_moves_everything_in_place(impl: Implementation) -> None:
     assert {id(b) for b in model.buffers()}.isdisjoint(id(b) for b in buffers)
     assert model.cpu() is model
     assert {t.device.type for t in tensors(model)} == {"cpu"}
-
-
-@pytest.mark.gpu
-def test_moving_a_linear_layer_to_an_accelerator_and_back(impl: Implementation) -> None:
-    """The examples of `to` with a device: values go there and come back."""
-    linear = impl.nn.Linear(2, 2)
-    weight = linear.weight.detach().clone()
-    linear.to(torch.device("cuda:0"), dtype=torch.half, non_blocking=True)
-
-    assert (linear.weight.device.type, linear.weight.dtype) == ("cuda", torch.float16)
-
-    linear.to(torch.device("cpu"))
-
-    assert torch.equal(linear.weight, weight.half())

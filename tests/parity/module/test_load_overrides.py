@@ -140,31 +140,6 @@ def test_children_with_odd_names(names):
     assert same(scenario)[0] == "returned"
 
 
-def test_a_dotted_child_beside_a_child_that_is_none(impl: Implementation) -> None:
-    """Keys of a child named `a.b` are its own, even where the child `a` is None."""
-    model = impl.Module()
-    model.a = impl.nn.Linear(1, 1)
-    setattr(model, "a.b", impl.nn.Linear(1, 1))
-    model.a = None
-    state = {key: torch.full_like(value, 2.0) for key, value in model.state_dict().items()}
-    keys = model.load_state_dict(state)
-
-    assert ["a.b.weight", "a.b.bias"] == list(state)
-    assert "<All keys matched successfully>" == str(keys)
-    assert 2.0 == getattr(model, "a.b").bias.item()
-
-
-def test_a_key_that_is_no_string_comes_before_a_layers_own_error():
-    """Torch sorts the keys for the children before a layer migrates its entries."""
-
-    def load(impl):
-        model = impl.nn.Sequential(impl.nn.BatchNorm1d(2))
-        del model[0].num_batches_tracked
-        return impl.Module.load_state_dict(model, {1: torch.ones(1)})
-
-    assert ("raised", "AttributeError") == same(load)[:2]
-
-
 @pytest.mark.filterwarnings("ignore:.*loaded none of the")
 @pytest.mark.parametrize("kind", ["hook", "override"])
 def test_hooks_and_overrides_are_always_told_strict(impl: Implementation, kind: str) -> None:
@@ -338,39 +313,6 @@ def test_extra_state_comes_after_the_members(failing):
         return log
 
     assert same(scenario)[0] == ("raised" if failing else "returned")
-
-
-def reading(impl: Implementation, table: str) -> type[torch.nn.Module]:
-    """Return a class that has the table of another module as a property."""
-
-    class Reading(impl.Module):
-        def __init__(self, other: torch.nn.Module) -> None:
-            super().__init__()
-            object.__setattr__(self, "other", other)
-
-    # The constructor of ``Module`` sets what it does not find.
-    get = lambda self: getattr(self.__dict__.get("other"), table, {})
-    setattr(Reading, table, property(get, lambda self, value: None))
-    return Reading
-
-
-@for_each("table", ["_parameters", "_buffers", "_modules"])
-@for_each("below", [False, True])
-def test_a_class_with_a_property_for_a_table(table: str, below: bool) -> None:
-    """The members that the property returns are loaded, as they are saved."""
-
-    def scenario(impl):
-        other = tree(impl)
-        module = reading(impl, table)(other)
-        if below:
-            parent = impl.Module()
-            parent.child = module
-            module = parent
-        state = {name: tensor + 1 for name, tensor in module.state_dict().items()}
-        result = module.load_state_dict(state)
-        return [*state], result, dict(other.state_dict()), dict(module.state_dict())
-
-    assert same(scenario)[0] == "returned"
 
 
 TABLES = (

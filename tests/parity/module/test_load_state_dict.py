@@ -1,7 +1,6 @@
 import collections
 import collections.abc
 import types
-import warnings
 
 import pytest
 import torch
@@ -102,21 +101,6 @@ class Consumed(collections.abc.Mapping):
 
 
 @for_each("hooked", [False, True])
-@for_each("change", [{}, {"gain": torch.ones(3)}])
-def test_a_mapping_is_read_once(hooked, change):
-    """Each entry is read once, whether or not a hook takes part, and whether or not all fit."""
-
-    def scenario(impl):
-        module = tree(impl)
-        if hooked:
-            module.right.register_load_state_dict_pre_hook(lambda *_: None)
-        result = module.load_state_dict(Consumed({**source(impl).state_dict(), **change}))
-        return result, dict(module.state_dict())
-
-    assert same(scenario)[0] == ("raised" if change else "returned")
-
-
-@for_each("hooked", [False, True])
 @for_each("version", [1, 2])
 def test_a_mapping_that_is_no_dict_has_versions(hooked, version):
     """By the metadata, a layer that lacks an entry is an old one, which brings it, or is not."""
@@ -183,16 +167,6 @@ def test_tensor_like_values_are_offered_to_the_copy():
         return result, module.weight
 
     assert same(scenario)[0] == "returned"
-
-
-def test_loading_under_grad_mode_records_nothing(impl: Implementation) -> None:
-    """The copy runs without autograd, also into buffers that require grad."""
-    module = empty(impl)
-    module.register_buffer("x", torch.ones(2, requires_grad=True))
-    module.load_state_dict({"x": torch.zeros(2, requires_grad=True) * 1})
-
-    assert module.x.is_leaf
-    assert module.x.tolist() == [0.0, 0.0]
 
 
 # --- transforms and modes -------------------------------------------------------------------------
@@ -341,37 +315,6 @@ def test_assign_of_odd_values(call):
     assert same(scenario)[0] == "returned"
 
 
-def test_an_assignment_that_is_refused_leaves_the_names_known():
-    """It deletes the buffer that was there, but the key of it is not unexpected."""
-
-    def scenario(impl):
-        class Answers(impl.Module):
-            """A class that has an attribute of every name, so no parameter can be registered."""
-
-            complete = False
-
-            def __getattr__(self, name):
-                try:
-                    return super().__getattr__(name)
-                except AttributeError:
-                    if self.complete:
-                        return name
-                    raise
-
-        module = Answers()
-        module.register_buffer("scale", torch.ones(1))
-        module.complete = True
-        # Where a hook takes part, the tensors are loaded one after the other.
-        module.register_load_state_dict_pre_hook(lambda *_: None)
-        parameter = torch.nn.Parameter(torch.zeros(1))
-        module.load_state_dict({"scale": parameter, "other": parameter}, assign=True)
-
-    kind, *error = same(scenario)
-    assert kind == "raised"
-    assert "already exists" in str(error)
-    assert 'Unexpected key(s) in state_dict: "other". ' in str(error)
-
-
 def test_assign_goes_through_setattr(impl: Implementation) -> None:
     """Assigned tensors are set as attributes, so an override of ``__setattr__`` sees them."""
     log = []
@@ -390,37 +333,7 @@ def test_assign_goes_through_setattr(impl: Implementation) -> None:
     assert log == [("w", "Parameter"), ("b", "Tensor")]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("parameter", "w"), ("buffer", "b")])
-def test_assign_goes_through_methods_of_the_instance(
-    impl: Implementation, kind: str, name: str
-) -> None:
-    """An instance's own ``register_parameter`` or ``register_buffer`` gets what is assigned."""
-    registered = []
-    module = impl.Module()
-    module.w = torch.nn.Parameter(torch.ones(1))
-    module.register_buffer("b", torch.ones(1))
-    setattr(module, f"register_{kind}", lambda name, *_: registered.append(name))
-    module.load_state_dict({"w": torch.zeros(1), "b": torch.zeros(1)}, assign=True)
-
-    assert registered == [name]
-
-
 # --- meta and lazy --------------------------------------------------------------------------------
-
-
-def test_copying_into_meta_members_warns_per_tensor(impl: Implementation) -> None:
-    """A copy into a meta tensor does nothing, and each tensor has a warning that says so."""
-    module = leaf(impl).to("meta")
-    with pytest.warns(UserWarning, match="which is a no-op") as caught:
-        result = module.load_state_dict(leaf(impl).state_dict())
-
-    assert [str(w.message).split(":")[0] for w in caught] == ["for weight", "for mean", "for steps"]
-    assert {w.filename for w in caught} == {torch.nn.modules.module.__file__}
-    assert module.weight.is_meta
-    assert str(result) == "<All keys matched successfully>"
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.nn\.modules\.module")
-        module.load_state_dict(leaf(impl).state_dict())
 
 
 def test_uninitialized_members_and_values():

@@ -1,14 +1,11 @@
 """One contract for overrides: whatever torch calls is called, wherever it has been set."""
 
 import copy
-import functools
 import inspect
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -211,151 +208,6 @@ def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> 
         assert any(expected.values())
 
 
-class Descriptor:
-    """Binds itself, as the wrappers of some libraries do; it is not a function."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def __get__(self, instance, owner=None):
-        """Bind the function."""
-        return functools.partial(self.function, instance, owner is not None)
-
-
-# Objects that a test or a library may put in place of a function.
-REPLACEMENTS: dict[str, Any] = {
-    "classmethod": classmethod,
-    "descriptor": Descriptor,
-    "mock": lambda function: mock.Mock(side_effect=function),
-    "partialmethod": lambda function: functools.partialmethod(function, 1),
-    "property": lambda function: property(lambda self: functools.partial(function, self)),
-    "staticmethod": staticmethod,
-}
-
-
-def replacement_seen(impl: Implementation, name: str, kind: str) -> Any:
-    """Put something else than a function into ``torch.nn.Module``; return how it is called."""
-    log: list[tuple[Any, ...]] = []
-
-    def record(*args, **kwargs):
-        log.append((*map(shown, args), sorted(kwargs)))
-        return []
-
-    leaf = network(impl).leaf
-    arguments = [*inspect.signature(getattr(torch.nn.Module, name)).parameters][1:]
-    static = inspect.getattr_static(torch.nn.Module, name)
-    try:
-        setattr(torch.nn.Module, name, REPLACEMENTS[kind](record))
-        returned = getattr(leaf, name)(*arguments)
-    finally:
-        setattr(torch.nn.Module, name, static)
-    return log, returned
-
-
-@for_each("kind", REPLACEMENTS)
-@for_each("name", [name for name in METHODS if name != "forward" and name[:2] != "__"])
-def test_a_replacement_that_is_no_function_is_bound_as_in_torch(name: str, kind: str) -> None:
-    """A mock of ``torch.nn.Module.to`` gets the arguments alone, without the module."""
-    expected = replacement_seen(TORCH, name, kind)
-    actual = replacement_seen(MODKIT, name, kind)
-
-    assert actual == expected
-    assert expected[0]
-
-
-class Unhashable(Descriptor):
-    """Compares by value, and so has no hash; a class returns it as it is."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable) and self.function is other.function
-
-    def __get__(self, instance, owner=None):
-        """Bind the function to an instance."""
-        return self if instance is None else functools.partial(self.function, instance)
-
-    def __call__(self, *args, **kwargs):
-        """Call the function."""
-        return self.function(*args, **kwargs)
-
-
-def unhashable_seen(impl: Implementation, name: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Put an object without a hash into a user's class; return the calls that it sees."""
-    original = getattr(torch.nn.Module, name)
-    seen: dict[str, list[tuple[Any, ...]]] = {}
-    for operation in OPERATIONS:
-        log = seen[operation.__name__] = []
-
-        def record(*args, log=log, **kwargs):
-            log.append((*map(shown, args), sorted(kwargs)))
-            return original(*args, **kwargs)
-
-        module = network(impl)
-        setattr(type(module.leaf), name, Unhashable(record))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            operation(module)
-    return seen
-
-
-# Torch's ``forward``, and its methods for extra state, raise if they are called.
-@for_each("name", [name for name in METHODS if name != "forward" and "extra_state" not in name])
-def test_a_method_may_be_an_object_without_a_hash(name: str) -> None:
-    """A class may have a callable object under the name of a method, which compares by value."""
-    assert unhashable_seen(MODKIT, name) == unhashable_seen(TORCH, name)
-
-
-@for_each("name", METHODS)
-def test_the_arguments_of_a_method_are_found_without_its_wrapper(
-    impl: Implementation, name: str
-) -> None:
-    """`inspect.getfullargspec`, which looks at no `__wrapped__`, finds torch's arguments."""
-    expected = inspect.getfullargspec(getattr(torch.nn.Module, name))
-    actual = inspect.getfullargspec(getattr(impl.Module, name))
-    if name == "modules" and expected.args == ["self"]:
-        pytest.skip("this release of torch has no remove_duplicate there, a listed difference")
-
-    assert actual[:5] == expected[:5]
-    assert actual.kwonlydefaults == expected.kwonlydefaults
-
-
-def test_a_getattribute_of_a_class_finds_the_methods_that_are_called(impl: Implementation) -> None:
-    """A class may return other methods than it has, from its own `__getattribute__`."""
-    calls = []
-
-    class Hidden(impl.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = impl.nn.Linear(1, 1)
-
-        def __getattribute__(self, name):
-            if name in {"state_dict", "train", "_apply", "apply", "_load_from_state_dict"}:
-                return lambda *_, **__: calls.append(name)
-            if name == "named_modules":
-                return lambda *_, **__: iter([("hidden", self)])
-            return super().__getattribute__(name)
-
-    hidden = Hidden()
-    model = impl.nn.Sequential(hidden)
-    state = impl.Module.state_dict(model)
-    impl.Module.eval(model)
-    impl.Module.double(model)
-    impl.Module.apply(model, lambda _: None)
-    entries = {"0.inner.weight": torch.ones(1, 1), "0.inner.bias": torch.ones(1)}
-    impl.Module.load_state_dict(model, entries)
-    names = [name for name, _ in impl.Module.named_modules(model)]
-
-    assert state == {}
-    assert calls == ["state_dict", "train", "_apply", "apply", "_load_from_state_dict"]
-    assert names == ["", "hidden"]
-    assert hidden.inner.bias.item() == 1
-    assert [*impl.Module.modules(model)] == [model, hidden]
-    assert [*impl.Module.parameters(model)] == []
-    assert hidden.inner.training
-    assert hidden.inner.weight.dtype is torch.float32
-
-
 def plain(impl: Implementation) -> Any:
     """Define a class whose forward returns what it gets."""
 
@@ -375,42 +227,7 @@ def test_a_method_set_on_module_holds_for_layers(
     assert repr(impl.nn.Tanh()) == "Tanh(patched)"
 
 
-def test_classes_whose_metaclass_refuses_assignment(impl: Implementation) -> None:
-    """Defining and using a class writes nothing to it."""
-
-    class Frozen(type(impl.nn.Module)):
-        def __setattr__(cls, name, value):
-            raise AttributeError(name)
-
-    class Net(impl.Module, metaclass=Frozen):
-        def _call_impl(self, x):
-            return x + 5
-
-    instance = Net()
-    assert instance(0) == 5
-    instance._call_impl = lambda x: x + 6
-    assert instance(0) == 6
-
-
 # --- tables of global hooks -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["parameter", "module"])
-def test_tables_of_registration_hooks_may_be_rebound(
-    impl: Implementation, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Registration looks the tables of registration hooks up, which may be rebound."""
-    name = f"_global_{kind}_registration_hooks"
-    monkeypatch.setattr(torch.nn.modules.module, name, OrderedDict())
-    seen = []
-    register = getattr(impl, f"register_module_{kind}_registration_hook")
-    register(lambda module, member, value: seen.append(member))
-    values = {"parameter": torch.nn.Parameter(torch.ones(1)), "module": impl.nn.ReLU()}
-    net = plain(impl)()
-    net.member = values[kind]
-    getattr(net, f"register_{kind}")("other", values[kind])
-
-    assert seen == ["member", "other"]
 
 
 # --- the order of bases ---------------------------------------------------------------------------
@@ -452,57 +269,6 @@ def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
     ]
 
 
-def watched(impl: Implementation):
-    """Return a module whose class has a `__getattr__`, and the names that it is asked for."""
-
-    class Watched(plain(impl)):
-        def __getattr__(self, name):
-            seen.append(name)
-            return super().__getattr__(name)
-
-    seen: list[str] = []
-    return Watched(), seen
-
-
-def test_a_getattr_of_a_class_hears_of_assigned_parameters(impl: Implementation) -> None:
-    """A load that assigns looks each name up, which a `__getattr__` of the class may see."""
-    net, seen = watched(impl)
-    net.weight = torch.nn.Parameter(torch.ones(1))
-    seen.clear()
-    net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
-
-    assert seen == ["weight"]
-
-
-def test_an_assigned_parameter_replaces_a_plain_attribute(impl: Implementation) -> None:
-    """A load that assigns removes what has the parameter's name in `__dict__`."""
-    net = plain(impl)()
-    net.weight = "text"
-    net._parameters["weight"] = torch.nn.Parameter(torch.ones(1))
-    net.load_state_dict({"weight": torch.zeros(1)}, assign=True)
-
-    assert net.weight.tolist() == [0.0]
-
-
-def test_a_patched_getattr_hears_of_a_layer_being_loaded(
-    impl: Implementation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """BatchNorm looks for its counter when it loads an old checkpoint, by `Module.__getattr__`."""
-    names = []
-    original = torch.nn.Module.__getattr__
-
-    def logging(self, name):
-        names.append(name)
-        return original(self, name)
-
-    model = impl.nn.Sequential(impl.nn.BatchNorm1d(2))
-    state = {key: value for key, value in model.state_dict().items() if "num" not in key}
-    monkeypatch.setattr(torch.nn.Module, "__getattr__", logging)
-    impl.Module.load_state_dict(model, state)
-
-    assert "num_batches_tracked" in names
-
-
 def test_a_saved_method_does_not_call_a_later_patch(
     impl: Implementation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,23 +282,6 @@ def test_a_saved_method_does_not_call_a_later_patch(
     saved(impl.Module(), id)
 
     assert calls == []
-
-
-def test_a_class_made_by_a_call_belongs_to_the_caller(impl: Implementation) -> None:
-    """`type()` gives a class the module of the code that calls it, as parametrizations do."""
-    made = type("Made", (impl.Module,), {})
-    layer = impl.nn.utils.parametrizations.weight_norm(impl.own.Linear(2, 2))
-
-    assert made.__module__ == __name__
-    assert type(layer).__module__ == "torch.nn.utils.parametrize"
-
-
-def test_module_before_a_mixin_is_refused(impl: Implementation) -> None:
-    """``class Net(Module, Mixin)`` has no order of bases, with Python's own error."""
-    with pytest.raises(TypeError, match=r"(?s)method resolution.*for bases Module, Mixin"):
-
-        class Net(impl.nn.Module, Mixin):
-            pass
 
 
 # --- classes of modules ---------------------------------------------------------------------------
@@ -552,16 +301,3 @@ def test_instances_and_subclasses_of_a_users_class(impl: Implementation) -> None
     assert not issubclass(int, impl.nn.Module)
     with pytest.raises(TypeError, match="must be a class"):
         issubclass(1, impl.nn.Module)
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_getattr_of_a_class_hears_of_a_replaced_submodule(
-    impl: Implementation, strict: bool
-) -> None:
-    """`set_submodule` looks the name up, which a `__getattr__` of the class may see."""
-    net, seen = watched(impl)
-    net.child = impl.nn.ReLU()
-    seen.clear()
-    net.set_submodule("child", impl.nn.Tanh(), strict)
-
-    assert seen == ["child"] * (3 if strict else 2)

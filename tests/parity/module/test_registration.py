@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.helpers import Implementation
-from tests.models import child_leaf, leaf
+from tests.models import leaf
 
 
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "module"])
@@ -48,24 +48,6 @@ def test_a_name_is_asked_for_once_for_a_value_that_is_refused(impl: Implementati
         register("weight", "text")
 
     assert reads == (["weight"] if kind != "module" else [])
-
-
-def test_an_override_of_setattr_sees_every_assignment(impl: Implementation) -> None:
-    """A subclass's ``__setattr__`` is called for members and for ``training``, not by ``__init__``."""
-    log = []
-
-    class Logged(impl.Module):
-        def __setattr__(self, name, value):
-            log.append(name)
-            super().__setattr__(name, value)
-
-    module = Logged()
-    module.w = torch.nn.Parameter(torch.ones(1))
-    module.c = child_leaf(impl)
-    module.flag = True
-    module.eval()
-
-    assert log == ["w", "c", "flag", "training"]
 
 
 def test_a_replaced_registry_takes_new_members(impl: Implementation) -> None:
