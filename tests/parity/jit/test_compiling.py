@@ -1,12 +1,10 @@
 import copy
-import importlib.util
-import inspect
 
 import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, same
+from tests.helpers import MODKIT, TORCH
 from tests.parity.jit.networks import build, inputs, make_net, reloaded
 
 
@@ -63,25 +61,6 @@ def test_methods_of_every_annotation_run(impl):
     if impl is MODKIT:  # copies of torch lack it
         copied = copy.copy(module)
         assert copied.ignored.__self__ is copied
-
-
-@for_each(
-    ("options", "text"),
-    [
-        ({"optimize": True}, "`optimize` is deprecated"),
-        ({"example_inputs": [(torch.ones(1, 2),)]}, "monkeytype is not installed"),
-    ],
-    ids=["optimize", "example_inputs"],
-)
-def test_options_without_an_effect_warn(impl, options, text):
-    """The module is compiled without them: one is deprecated, the other one needs MonkeyType."""
-    if "monkeytype" in text and importlib.util.find_spec("monkeytype"):
-        pytest.skip("MonkeyType is installed")
-    layer = impl.nn.Linear(2, 2)
-    with pytest.warns((FutureWarning, UserWarning), match=text):
-        module = impl.jit.script(layer, **options)
-
-    assert module.weight is layer.weight
 
 
 @for_each("outer, inner", [(TORCH, MODKIT), (MODKIT, TORCH)], ids=str)
@@ -163,25 +142,6 @@ def test_what_is_compiled_is_returned_as_it_is():
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
 
 
-def test_a_class_has_the_signature_of_its_constructor(impl):
-    """``inspect``, and tools that make objects of a class, see what its constructor takes."""
-
-    class Base(impl.jit.ScriptModule):
-        def __init__(self, width: int, *, bias: bool = True) -> None:
-            super().__init__()
-
-    class Derived(Base):
-        def __init__(self):
-            super().__init__(1)
-
-    class Same(Base):
-        pass
-
-    texts = [str(inspect.signature(cls)) for cls in (Base, Derived, Same)]
-
-    assert texts == ["(width: int, *, bias: bool = True) -> None", "()", texts[0]]
-
-
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
     """Script methods and definitions see local names of the function around them."""
     offset = 3
@@ -238,29 +198,6 @@ def test_a_derived_class_has_the_methods_and_constants_of_its_base(impl):
     assert module.in_python(torch.ones(1)) == (12, 10)
     assert Base(1)(torch.ones(1)) == 2
     assert module.names == {"a": 1}
-
-
-def test_types_of_attributes_add_to_those_that_a_base_declares():
-    """A base's annotation and the type of an Attribute both count, where torch takes one of them."""
-
-    class Base(MODKIT.jit.ScriptModule):
-        sizes: dict[str, int]
-
-    class Derived(Base):
-        def __init__(self):
-            super().__init__()
-            self.sizes = {}
-            self.names = MODKIT.jit.Attribute([], list[str])
-
-        @MODKIT.jit.script_method
-        def forward(self) -> int:
-            return len(self.names) + self.sizes["a"]
-
-    module = Derived()
-    module.sizes = {"a": 2}
-    module.names = ["one"]
-
-    assert module.forward() == 3
 
 
 @pytest.fixture
@@ -338,78 +275,3 @@ def test_typed_hooks_are_compiled(impl):
     assert loaded(torch.ones(1)) == expected
     assert module.inner(torch.ones(1)) == 3
     assert copy.deepcopy(module)(torch.ones(1)) == expected
-
-
-def test_several_methods_can_be_traced(impl):
-    """Each traced method runs, and the children of a traced module cannot be called."""
-
-    class Net(impl.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = impl.nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.lin(x)
-
-        def scaled(self, x, factor):
-            return x * factor
-
-    module = impl.jit.trace_module(
-        Net(), {"forward": inputs(), "scaled": (inputs(), torch.tensor(2.0))}
-    )
-
-    assert torch.equal(module.scaled(torch.ones(1), torch.tensor(3.0)), torch.tensor([3.0]))
-    assert module(inputs()).shape == (4, 3)
-    with pytest.raises(RuntimeError, match="Trace submodules cannot be called"):
-        module.lin(inputs())
-
-
-def test_a_class_uses_names_of_the_scope_that_compiles_it(impl):
-    """Methods of a class find functions local to the caller of `script`; others may be given."""
-
-    def doubled(x: int) -> int:
-        return 2 * x
-
-    def negated(x: int) -> int:
-        return -x
-
-    class Number:
-        def __init__(self, x: int) -> None:
-            self.x = x
-
-        def twice(self) -> int:
-            return doubled(self.x)
-
-    def use(x: int) -> int:
-        return Number(x).twice()
-
-    def number() -> int:
-        return doubled(4)
-
-    impl.jit.script(Number)
-
-    assert impl.jit.script(use)(3) == 6
-    assert impl.jit.script(number, _rcb={"doubled": negated}.get)() == -4
-
-
-@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
-def test_an_interface_is_refused_as_in_torch(obj):
-    """An object that cannot be an interface raises torch's error."""
-    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"
-
-
-def test_freezing_keeps_what_is_asked_for(impl):
-    """Preserved attributes stay attributes, and the module that was frozen stays what it is."""
-    module = build(impl, "scripted").eval()
-    frozen = impl.jit.freeze(module, preserved_attrs=["ratio"])
-    frozen.ratio = 4.0
-
-    assert frozen.ratio == 4.0
-    assert module.ratio == 0.25
-    assert list(frozen.parameters()) == []
-    assert len(list(module.parameters())) == 5
-    assert impl.jit.optimize_for_inference(frozen) is frozen
-    with pytest.raises(RuntimeError, match="eval mode"):
-        impl.jit.freeze(module.train())
-    with pytest.raises(RuntimeError, match="expects a ScriptModule"):
-        impl.jit.freeze(torch.nn.Linear(1, 1))

@@ -213,14 +213,6 @@ def test_a_child_in_several_places_is_one(impl, load):
     assert module._c.getattr("first") == module._c.getattr("second")
 
 
-def test_a_child_in_several_places_of_a_module_of_torch_is_one():
-    """A wrapper is made for each compiled child of a module that torch has loaded, and one alone."""
-    loaded = reloaded(TORCH, MODKIT.jit.script(with_a_shared_child(MODKIT)))
-    module = MODKIT.jit.ScriptModule.from_torch(loaded)
-
-    assert module.first is module.second is module.deep[0]
-
-
 @pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
 def test_a_compiled_property_is_read_and_set(impl, load):
     """A property gives its value, and goes through its setter."""
@@ -265,29 +257,6 @@ def test_backward_hooks_run(impl, kind):
     module(inputs()).sum().backward()
 
     assert seen == [((4, 3), (4, 2))]
-
-
-def test_a_missing_extra_file_can_be_an_error():
-    """With ``strict_extra_files`` the error names the missing file and those that are there."""
-    files = {"labels.txt": "", "empty": "", "more.txt": ""}
-    buffer = io.BytesIO(build(MODKIT, "scripted").save_to_buffer(_extra_files={"empty": ""}))
-
-    with pytest.raises(KeyError, match=r"no extra file 'labels\.txt', 'more\.txt'; it has 'empty'"):
-        MODKIT.jit.load(buffer, _extra_files=files, strict_extra_files=True)
-    assert files == {"labels.txt": "", "empty": "", "more.txt": ""}
-
-
-def test_define_gives_the_method_to_all_modules_of_the_type(impl):
-    """Modules of one compiled type share their methods, and a name can be defined once."""
-    net = make_net(impl)
-    first, second = impl.jit.script(net), impl.jit.script(net)
-    source = "def twice(self, x: Tensor) -> Tensor:\n    return self.forward(x) * 2\n"
-    first.define(source)
-
-    assert torch.equal(first.twice(inputs()), first(inputs()) * 2)
-    assert torch.equal(second.twice(inputs()), second(inputs()) * 2)
-    with pytest.raises(RuntimeError, match="redefine method: twice"):
-        second.define(source)
 
 
 def test_each_instance_compiles_what_its_constructor_defines(impl):
@@ -355,65 +324,9 @@ def test_new_members_are_refused_by_name(kind, add, message):
     assert not hasattr(module, "more")
 
 
-@for_each("kind", ["parameter", "buffer", "child"])
-def test_the_error_of_a_deletion_names_the_member(kind):
-    """Torch's error is followed by the name and the kind of what was to be deleted."""
-    name, texts = {"parameter": "gain", "buffer": "shift", "child": "lin"}[kind], []
-    for impl in (TORCH, MODKIT):
-        with pytest.raises(RuntimeError) as caught:
-            delattr(build(impl, "scripted"), name)
-        texts.append(str(caught.value))
-
-    assert texts[1] == f"{texts[0]}: '{name}' is a {kind} of its compiled type"
-
-
-def doubled(x):
-    """Return twice a tensor."""
-    return x * 2
-
-
-def test_a_later_method_calls_a_function_of_the_module(impl):
-    """A function that is an attribute of an instance of a compiled class is known to ``define``."""
-
-    class Net(impl.jit.ScriptModule):
-        def __init__(self):
-            super().__init__()
-            self.act = doubled
-
-        @impl.jit.script_method
-        def forward(self, x):
-            return self.act(x)
-
-    module = Net()
-    module.define("def twice(self, x: Tensor) -> Tensor:\n    return self.act(self.act(x))\n")
-
-    assert module.twice(torch.ones(1)).item() == 4
-
-
 @for_each("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_keeps_buffers_out_of_its_state(copied):
     """A buffer that is not part of the state of a module is not part of that of its copies."""
     module = MODKIT.jit.script(with_a_transient_buffer(MODKIT))
 
     assert list(copied(module).state_dict()) == ["lin.weight", "lin.bias"]
-
-
-@for_each("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_defines_methods_that_call_functions_of_the_module(copied):
-    """A function that is an attribute is known to the compiler alone; a copy has it, too."""
-
-    class Net(MODKIT.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.act = doubled
-
-        def forward(self, x):
-            return self.act(x)
-
-    module = copied(MODKIT.jit.script(Net()))
-    name = copied.__name__
-    module.define(
-        f"def twice_{name}(self, x: Tensor) -> Tensor:\n    return self.act(self.act(x))\n"
-    )
-
-    assert getattr(module, f"twice_{name}")(torch.ones(1)).item() == 4

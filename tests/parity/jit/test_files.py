@@ -1,4 +1,3 @@
-import copy
 import io
 import pickle
 import re
@@ -8,8 +7,6 @@ import zipfile
 import pytest
 import torch
 
-import modkit
-from modkit.errors import FileError
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs
@@ -59,30 +56,6 @@ def test_tensors_of_the_meta_device_stay_there(device, impl, tmp_path):
             assert torch.equal(second.weight, model[1].weight)
 
 
-@for_each("default", ["meta", "cpu"])
-def test_tensors_are_not_put_on_the_default_device(default, impl):
-    """`torch.set_default_device()` is for tensors that are made, not for those that are loaded."""
-    source = archive()
-    with torch.device(default):
-        module = impl.jit.load(source)
-
-    assert {t.device.type for t in (*module.parameters(), *module.buffers())} == {"cpu"}
-
-
-@pytest.mark.parametrize("device", [3, {"cuda": "cpu"}, "nonsense"], ids=str)
-def test_what_is_no_device_is_refused_as_in_torch(device):
-    """An invalid map_location raises torch's error."""
-    assert same(lambda impl: impl.jit.load(archive(), map_location=device))[0] == "raised"
-
-
-@pytest.mark.parametrize("where", ["missing.pt", "."], ids=["missing", "folder"])
-def test_a_path_that_is_no_file_is_refused_as_in_torch(where, tmp_path, monkeypatch):
-    """Torch's errors name the path."""
-    monkeypatch.chdir(tmp_path)
-
-    assert same(lambda impl: impl.jit.load(where))[0] == "raised"
-
-
 def test_the_folder_in_an_archive_has_the_name_of_the_file(impl, tmp_path):
     """All members of an archive are in one folder."""
     impl.jit.save(impl.jit.script(torch.nn.Linear(2, 2)), tmp_path / "net.pt")
@@ -104,38 +77,6 @@ def test_what_is_not_compiled_is_not_saved(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_ties_with_an_eager_module_survive_a_copy():
-    """A parameter that an eager and a compiled module have in common is one in the copy of both."""
-    layer = MODKIT.nn.Linear(2, 2)
-    for parts in ((layer, MODKIT.jit.script(layer)), (MODKIT.jit.script(layer), layer)):
-        copied = copy.deepcopy(MODKIT.nn.Sequential(*parts))
-
-        assert copied[0].weight is copied[1].weight
-        assert copied[0].weight is not layer.weight
-
-
-def test_the_record_of_another_archive_is_left_out():
-    """Extra files that were read from an archive say nothing of the module they are saved with."""
-    buffer = io.BytesIO()
-    net = torch.nn.BatchNorm1d(2)
-    record = '{"version": 1, "non_persistent_buffers": {"": ["running_mean"]}}'
-    MODKIT.jit.save(MODKIT.jit.script(net), buffer, _extra_files={"modkit.json": record})
-    module = MODKIT.jit.load(io.BytesIO(buffer.getvalue()))
-
-    assert list(module.state_dict()) == list(net.state_dict())
-
-
-def test_gradients_of_a_loaded_module_stay():
-    """Gradients of a module that torch has loaded are in modkit's module too."""
-    loaded = TORCH.jit.load(archive())
-    loaded(inputs()).sum().backward()
-    gradients = {name: tensor.grad for name, tensor in loaded.named_parameters()}
-    module = MODKIT.jit.ScriptModule.from_torch(loaded)
-
-    assert all(torch.equal(p.grad, gradients[name]) for name, p in module.named_parameters())
-    assert len(gradients) > 2
-
-
 # Torch ends the process when a module that it loaded from a path writes to a buffer.
 @for_each("name, opened", [("scripted", False), ("scripted", True), ("traced", True)])
 def test_flatbuffers_are_loaded(name, opened, tmp_path):
@@ -152,30 +93,6 @@ def test_flatbuffers_are_loaded(name, opened, tmp_path):
         return loaded(inputs()), state, files
 
     assert same(scenario)[0] == "returned"
-
-
-def test_a_missing_extra_file_of_a_flatbuffer(tmp_path):
-    """With ``strict_extra_files`` it is a KeyError; a file that is there is read."""
-    path = str(tmp_path / "net.ff")
-    module = build(MODKIT, "scripted").eval()
-    MODKIT.jit.save_jit_module_to_flatbuffer(module, path, _extra_files={"a": "text"})
-    files = {"a": ""}
-    MODKIT.jit.load(path, _extra_files=files, strict_extra_files=True)
-
-    assert files == {"a": b"text"}
-    with pytest.raises(KeyError, match="no extra file 'missing'"):
-        MODKIT.jit.load(path, _extra_files={"missing": ""}, strict_extra_files=True)
-
-
-def test_other_readers_name_a_flatbuffer(tmp_path):
-    """The error of ``load_checkpoint`` says what reads the file."""
-    path = tmp_path / "net.ff"
-    MODKIT.jit.save_jit_module_to_flatbuffer(build(MODKIT, "scripted"), str(path))
-
-    with pytest.raises(
-        FileError, match=r"a TorchScript flatbuffer, .* read it with modkit.jit.load"
-    ):
-        modkit.load_checkpoint(path)
 
 
 @for_each(
@@ -244,30 +161,3 @@ def test_pickling_is_refused_as_in_torch(name):
         if sys.version_info >= (3, 11):
             advice = "Save a ScriptModule with modkit.jit.save() instead of pickling it."
             assert advice in caught.value.__notes__
-
-
-def test_an_object_with_methods_of_its_own_saves_itself(impl):
-    """Its ``save`` gets a path, ``save_to_buffer`` makes what an open file gets; both get files."""
-    calls, buffer, files = [], io.BytesIO(), {"a": "text"}
-
-    class Own:
-        def save(self, f, _extra_files):
-            calls.append((f, _extra_files))
-
-        def save_to_buffer(self, _extra_files):
-            return repr(_extra_files).encode()
-
-    impl.jit.save(Own(), "net.pt", files)
-    impl.jit.save(Own(), buffer, files)
-
-    assert calls == [("net.pt", files)]
-    assert buffer.getvalue() == repr(files).encode()
-
-
-def test_a_folder_that_is_not_there_is_named(tmp_path):
-    """Saving below a folder that does not exist raises, and makes none."""
-    module = build(MODKIT, "scripted")
-
-    with pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
-        module.save(tmp_path / "missing" / "net.pt")
-    assert list(tmp_path.iterdir()) == []

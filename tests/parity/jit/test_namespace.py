@@ -149,19 +149,6 @@ def test_a_users_class_is_told_from_its_base():
     assert isinstance(jit, types.ModuleType)
 
 
-@for_each("kind", ["scripted", "traced", "loaded", "frozen", "class-based"])
-def test_dir_lists_what_it_lists_in_torch(kind):
-    """Names of torch's that modkit's lacks are bookkeeping of torch's second object."""
-    theirs, ours = (set(dir(build(impl, kind))) for impl in (TORCH, MODKIT))
-
-    assert {n for n in theirs - ours if n[:2] != "__"} <= {"_actual_script_module", "_initializing"}
-    assert {name for name in ours - theirs if name[0] != "_"} <= {"from_torch"} | TORCHS_MEMBERS
-
-
-# A class-based or traced module of torch has these at the object behind it.
-TORCHS_MEMBERS = {name for name in dir(torch.jit.RecursiveScriptModule) if name[0] != "_"}
-
-
 def refused(value, call):
     """Return the type and the text of an error, without the class that it names.
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, outcome
+from tests.helpers import TORCH, outcome
 from tests.parity.jit.networks import build, inputs, make_net
 
 
@@ -146,20 +145,6 @@ def eager(kind):
     return Net().eval()
 
 
-@for_each("kind", ["traced", "frozen", "class-based"])
-@for_each("member", CASES)
-def test_the_same_members_work_on_the_other_kinds(kind, member):
-    """Traced, frozen and class-based modules do with them what the eager network does."""
-    module = build(MODKIT, kind)
-    expected = outcome(lambda _: CASES[member](eager(kind)), TORCH)
-    actual = outcome(lambda _: CASES[member](module), MODKIT)
-
-    actual = named(actual, module)
-    if member == "get_buffer that is not there" and kind == "class-based":
-        expected = (*expected[:2], expected[2].replace("BatchNorm1d", type(module.norm).__name__))
-    assert actual == expected
-
-
 @WRAPPED
 def test_set_submodule_takes_what_was_compiled_from_the_same(impl, kind):
     """A child can be replaced by path by one of the same compiled type."""
@@ -168,15 +153,6 @@ def test_set_submodule_takes_what_was_compiled_from_the_same(impl, kind):
     module.set_submodule("lin", child)
 
     assert module.lin is child
-
-
-@WRAPPED
-def test_compile_is_refused(impl, kind):
-    """A compiled module cannot be asked to compile its calls with dynamo."""
-    module = build(impl, kind)
-
-    with pytest.raises(RuntimeError, match=r"^compile is not supported on ScriptModules$"):
-        module.compile(backend="eager")
 
 
 NAMED_BY_DYNAMO = pytest.mark.skipif(
@@ -190,12 +166,6 @@ def test_torch_compile_refuses_a_compiled_module(impl):
     """``torch.compile`` takes no module of TorchScript."""
     with pytest.raises(RuntimeError, match=r"does not support compiling torch\.jit\.script"):
         torch.compile(build(impl, "scripted"), backend="eager")
-
-
-def test_torch_compile_refuses_a_frozen_module(impl):
-    """It has no ``training``, which a compiled module would take from it."""
-    with pytest.raises((RuntimeError, AttributeError)):
-        torch.compile(build(impl, "frozen"), backend="eager")
 
 
 @NAMED_BY_DYNAMO

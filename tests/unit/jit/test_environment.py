@@ -116,31 +116,6 @@ def test_one_notice_takes_the_place_of_all_warnings(tmp_path):
     assert line.endswith(notice)
 
 
-@pytest.mark.parametrize("library", ["torch", "modkit"])
-@pytest.mark.parametrize("chosen", ["message='`torch.jit.script` is'", "module='torch.jit'"])
-def test_filters_for_the_warning_of_torch_hold(library, chosen, tmp_path):
-    """A program in which all other warnings are errors is not stopped by the notice."""
-    lines = run(
-        tmp_path,
-        f"""
-        import warnings
-        import {library}.nn as nn
-        from {library} import jit
-
-        @jit.interface
-        class Numbers:
-            def number(self) -> int:
-                pass
-
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", {chosen})
-        print(type(jit.script(nn.Linear(2, 2))).__name__)
-        """,
-    )
-
-    assert lines == ["RecursiveScriptModule"]
-
-
 def test_the_notice_can_be_an_error(tmp_path):
     """Where warnings are errors the first call raises, and the next one works."""
     lines = run(
@@ -277,37 +252,6 @@ def test_with_the_compiler_turned_off_modules_run_as_python(turned_off):
 def test_an_archive_loads_with_the_compiler_turned_off(impl, turned_off):
     """Archives need no compiler: they load and run with PYTORCH_JIT=0."""
     assert turned_off[f"loading_{impl}"] == ["True"]
-
-
-def test_a_torch_whose_functions_refuse(tmp_path):
-    """Where every public function of torch.jit raises, archives load."""
-    path, net = str(tmp_path / "net.pt"), nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval()
-    jit.script(net).save(path)
-    expected = str(net(torch.ones(1, 2)).tolist())
-    lines = run(
-        tmp_path,
-        f"""
-        import warnings
-        import torch
-
-        def refuse(*args, **kwargs):
-            raise RuntimeError("gone")
-
-        for name in ("script", "trace", "trace_module", "load", "save", "freeze", "script_method"):
-            setattr(torch.jit, name, refuse)
-
-        from modkit import jit
-        warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", ".*TorchScript gets no new features")
-        module = jit.load({path!r})
-        print(module(torch.ones(1, 2)).tolist())
-        print(type(module).__name__)
-        module.save({path!r} + ".copy")
-        print(jit.load({path!r} + ".copy")(torch.ones(1, 2)).tolist())
-        """,
-    )
-
-    assert lines == [expected, "RecursiveScriptModule", expected]
 
 
 NET, BATCH = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
