@@ -222,24 +222,3 @@ def test_folded_batch_norm(entry: Entry) -> None:
     assert freeze(expected) == freeze(after)
     assert members(model) == attributes
     assert freeze(model.state_dict()) == state
-
-
-@for_each("library", ["timm", "torchvision", "transformers", "diffusers"])
-def test_model_on_modkit_around_a_library(library: str) -> None:
-    """A user's module on modkit around a library's model is bitwise identical inside."""
-    entry = next(entry for entry in ZOO if entry.library == library)
-
-    class Scaled(modkit.nn.Module):
-        def __init__(self, inner: torch.nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-            self.scale = modkit.nn.Parameter(torch.tensor(0.75))
-
-        def forward(self, *args: Any, **kwargs: Any) -> list[Tensor]:
-            return [x * self.scale for x in tensors(self.inner(*args, **kwargs))]
-
-    model = Scaled(entry.build()).eval()
-    with torch.inference_mode():
-        ways = three_ways(model, lambda: bits(entry.call(model)))
-
-    assert ways == Ways()

@@ -1,13 +1,11 @@
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-import modkit
 from tests.cases import for_each
 from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.nets import batch, extra, net, run
@@ -216,43 +214,3 @@ def test_layer_that_changes_the_network(impl, action):
         differing += [(place, index, key) for key in differing_keys(scenario)]
 
     assert differing == []
-
-
-def test_hook_that_enters_and_leaves_scopes(impl):
-    """Scopes that hooks enter and leave, out of order, change no result."""
-
-    def scenario(scope):
-        model, stack, seen = net(impl), ExitStack(), {}
-        model.stem.register_forward_pre_hook(
-            lambda *_: stack.enter_context(scope(model.head)) and None
-        )
-        model.head[0].register_forward_hook(lambda *_: stack.close())
-        model.stem[0].register_forward_hook(lambda *_: stack.enter_context(scope(model)) and None)
-        outer = ExitStack()
-        outer.enter_context(scope(model))
-        seen["in the scope"] = run(model), run(model)
-        model.blocks[0].register_forward_hook(lambda *_: outer.close())
-        seen["the scope ends in the call"] = run(model)
-        seen["after"] = run(model)
-        seen["members"] = left_behind(model)
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.enable_grad])
-def test_backward_hooks_of_a_container_whose_output_is_no_tensor(impl, grad):
-    """Torch warns at each call, without gradients too."""
-
-    class Named(impl.nn.Module):
-        def forward(self, x):
-            return {"x": x}
-
-    for layers in ([Named()], [impl.nn.Linear(2, 2), Named()], [impl.nn.Identity()]):
-        model = impl.nn.Sequential(*layers)
-        model.register_full_backward_hook(lambda *_: None)
-        value = torch.ones(2) if len(layers) > 1 else "text"
-
-        warned = pytest.warns(UserWarning, match="module output should be a Tensor")
-        with modkit.fast_inference(model), grad(), warned:
-            model(value)

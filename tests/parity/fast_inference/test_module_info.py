@@ -1,5 +1,4 @@
 import copy
-import itertools
 import warnings
 
 import pytest
@@ -13,7 +12,6 @@ from tests.parity.fast_inference.twins import (
     called,
     differing_keys,
     fresh,
-    holder_of,
     left_behind,
     outcome,
 )
@@ -54,15 +52,6 @@ def built(sample, dtype, training):
         return sample.layer(*args, **kwargs).to(dtype).train(training)
 
 
-WRAPPINGS = {
-    "Sequential": nn.Sequential,
-    "Sequential, second": lambda layer: nn.Sequential(nn.Identity(), layer),
-    "Sequential, first": lambda layer: nn.Sequential(layer, nn.Identity()),
-    "attribute, torch": lambda layer: holder_of(TORCH, layer),
-    "attribute, modkit": lambda layer: holder_of(MODKIT, nn.Sequential(layer)),
-}
-
-
 def calls(model, sample, mode, scope):
     """Call a model twice in a scope and once after it; return all that can be seen."""
     seen = {}
@@ -92,23 +81,6 @@ def test_each_case(info, most):
                     lambda scope: calls(built(sample, dtype, training), sample, mode, scope)
                 )
                 differing += [(label, mode, key) for key in found]
-
-    assert differing == []
-
-
-@pytest.mark.slow
-@every_info
-def test_inside_other_modules(info):
-    """A layer in a Sequential, or held by a user's module, gives the same results inside."""
-    differing = []
-    for label, sample, training in samples(info, torch.float32, most=1):
-        for (name, wrap), mode in itertools.product(WRAPPINGS.items(), ("grad",)):
-            found = differing_keys(
-                lambda scope: calls(
-                    wrap(built(sample, torch.float32, training)), sample, mode, scope
-                )
-            )
-            differing += [(label, name, mode, key) for key in found]
 
     assert differing == []
 

@@ -1,7 +1,6 @@
 import contextlib
 import copy
 import gc
-import inspect
 import pickle
 import random
 import threading
@@ -175,16 +174,6 @@ def test_copies_are_plain(make, build):
     assert [list(vars(module)) for module in model.modules()] == before
 
 
-def test_bytes_of_a_pickle():
-    """A pickle has the bytes of the one that is made outside."""
-    model = BUILDERS["layers"]()
-    expected = pickle.dumps(model), pickle.dumps(model[0])
-    with modkit.fast_inference(model):
-        inside = pickle.dumps(model), pickle.dumps(model[0])
-
-    assert inside == expected
-
-
 def a_copy_is_independent(scope, impl):
     """A copy that is made inside can be changed, and enter a scope of its own."""
     model = net(impl)
@@ -197,12 +186,6 @@ def a_copy_is_independent(scope, impl):
             second = run(model), run(other)
         third = run(other)
     return first, second, third, run(other), left_behind(model), left_behind(other)
-
-
-def _step(model):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.25)
 
 
 def averages_updated_before_a_change(scope, impl):
@@ -373,33 +356,6 @@ def empty_models(scope, impl):
     return seen
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["before", "inside"])
-def test_deep_copies_of_parametrized_layers_are_plain(inside):
-    """The ``__deepcopy__`` that a parametrization gives to the class copies nothing of the scope."""
-    layer = nn.Linear(2, 2)
-    if not inside:
-        nn.utils.parametrizations.weight_norm(layer)
-    with modkit.fast_inference(layer):
-        if inside:
-            nn.utils.parametrizations.weight_norm(layer)
-        made = copy.deepcopy(layer)
-        made.bias = nn.Parameter(torch.ones(2))
-
-    assert [*vars(copy.deepcopy(layer))] == [*vars(made)]
-    assert made.bias.tolist() == [1.0, 1.0]
-
-
-def test_a_table_assigned_back_outlasts_the_block():
-    """`module._modules |= ...` leaves a plain dict, in copies made inside too."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    with modkit.fast_inference(model):
-        model._modules |= {"1": nn.ReLU()}
-        copied = copy.copy(model)
-
-    assert [dict, dict] == [type(model._modules), type(copied._modules)]
-    assert ["0", "1"] == list(model._modules) == list(copied._modules)
-
-
 def test_a_table_that_is_kept_changes_the_module_after_the_block(impl):
     """A caller that keeps ``_modules`` of the block changes what the module has now."""
     model = impl.nn.Module()
@@ -415,17 +371,6 @@ def test_a_table_that_is_kept_changes_the_module_after_the_block(impl):
     assert {"third", "fourth"} <= {*inside}
     assert [*model._modules] == ["second", "third", "fourth", "fifth", "sixth"]
     assert [*model._modules] == [*table]
-
-
-def test_an_attribute_that_hides_a_child_does_so_inside(impl):
-    """Python finds a plain attribute first, and none is lost after the block."""
-    model = impl.nn.Module()
-    model.child = nn.Linear(2, 2)
-    vars(model)["child"] = "hides it"
-    with modkit.fast_inference(model):
-        inside = model.child
-
-    assert [inside, model.child] == ["hides it"] * 2
 
 
 def test_a_table_of_another_class_stays(impl):
@@ -444,22 +389,6 @@ def test_a_table_of_another_class_stays(impl):
 
     assert inside is layer._parameters is table
     assert reads == ["weight", "bias"]
-
-
-def test_layers_of_several_inputs(impl):
-    """Layers with several inputs take them by position and by name, and raise torch's errors."""
-    first, second = torch.rand(2, 3), torch.rand(2, 3)
-    for layer in (impl.nn.CosineSimilarity(), impl.nn.PairwiseDistance(), impl.nn.L1Loss()):
-        names = [*inspect.signature(layer.forward).parameters]
-        expected = layer(first, second)
-        with modkit.fast_inference(layer):
-            by_position = layer(first, second)
-            by_name = layer(**dict(zip(names, (first, second), strict=True)))
-            failed = [outcome(lambda: layer(first)), outcome(layer)]
-
-        assert torch.equal(by_position, expected)
-        assert torch.equal(by_name, expected)
-        assert failed == [outcome(lambda: layer(first)), outcome(layer)]
 
 
 def test_a_layer_on_its_own_has_a_function():
@@ -504,16 +433,6 @@ def test_only_a_forward_of_one_expression_is_read(forward):
     assert layers._read(forward) is None
 
 
-def test_a_missing_option_of_a_layer_is_an_error_as_outside():
-    """Dropout in eval mode reads `inplace`, although it computes nothing."""
-    layer = nn.Dropout().eval()
-    del layer.inplace
-    with modkit.fast_inference(layer), pytest.raises(AttributeError) as caught:
-        layer(torch.ones(2))
-
-    assert "'Dropout' object has no attribute 'inplace'" == str(caught.value)
-
-
 @for_each("value", [[1.0], (torch.ones(1, 2),), torch.ones(2, 2).max(0), None], ids=repr)
 def test_what_is_no_tensor_is_an_error_as_outside(value):
     """Dropout does nothing in evaluation mode, but refuses what is not a tensor."""
@@ -527,30 +446,6 @@ def test_what_is_no_tensor_is_an_error_as_outside(value):
         return seen
 
     assert differing_keys(scenario) == []
-
-
-def test_a_mode_that_is_not_a_bool_is_an_error_as_outside():
-    """Dropout refuses `training = 0`, as it does outside the block."""
-    layer = nn.Dropout()
-    layer.training = 0
-    with pytest.raises(TypeError) as outside:
-        layer(torch.ones(2))
-    with modkit.fast_inference(layer), pytest.raises(TypeError) as inside:
-        layer(torch.ones(2))
-
-    assert str(outside.value) == str(inside.value)
-
-
-def test_set_submodule_does_not_take_the_place_of_a_buffer_that_is_none():
-    """As outside: a layer inside the block keeps its buffers in a table of its own."""
-    model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False))
-    with (
-        modkit.fast_inference(model),
-        pytest.raises(AttributeError, match="`running_mean` is not"),
-    ):
-        model.set_submodule("0.running_mean", nn.Tanh())
-
-    assert model[0].running_mean is None
 
 
 SCENARIOS = (

@@ -15,7 +15,6 @@ from tests.parity.fast_inference.layers import FUNCTIONS, OTHERS, input_for
 from tests.parity.fast_inference.nets import batch, net
 from tests.parity.fast_inference.twins import (
     bits,
-    called,
     differing_keys,
     holder_of,
     left_behind,
@@ -128,32 +127,6 @@ def test_tensor_subclass(name):
                 seed()
                 seen[place, container, "result"] = outcome(lambda: model(x))
             seen[place, container, "log"] = Logged.log
-        return seen
-
-    assert differing_keys(scenario) == []
-
-
-@for_each("name", LAYERS)
-def test_layouts_and_autocast(name):
-    """channels_last inputs and weights, and autocast, give the same results inside."""
-    shape = LAYERS[name][1]
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-    def scenario(scope):
-        seen = {}
-        for container, model in models(name):
-            x = input_for(name, shape)
-            with scope(model):
-                with torch.autocast("cpu", torch.bfloat16):
-                    seen[container, "autocast"] = called(model, "grad", (x,), {})
-                    model.eval()
-                    seen[container, "autocast, eval"] = called(model, "inference_mode", (x,), {})
-                if x.ndim in formats:
-                    model.to(memory_format=formats[x.ndim])
-                    x = x.to(memory_format=formats[x.ndim])
-                seen[container, "layout"] = called(model, "inference_mode", (x,), {})
-                with torch.backends.cudnn.flags(enabled=False):
-                    seen[container, "no cuDNN"] = called(model, "inference_mode", (x,), {})
         return seen
 
     assert differing_keys(scenario) == []

@@ -230,22 +230,6 @@ def test_backward_hooks_without_gradients(impl):
     assert "module output should be a Tensor" in same_inside(scenario)[2][0][1]
 
 
-def test_keyword_arguments_of_a_module_with_hooks(impl):
-    """A module of a user that has a hook gets its keyword arguments, as the hook does."""
-
-    def scenario(scope):
-        seen = []
-        model = user_module(impl, forward=lambda self, x, *, times: x * times)
-        model.register_forward_hook(
-            lambda module, args, kwargs, result: seen.append((args, kwargs, result)),
-            with_kwargs=True,
-        )
-        with scope(model):
-            return model(3, times=5), seen, outcome(lambda: model(3))
-
-    assert differing_keys(lambda scope: dict(enumerate(scenario(scope)))) == []
-
-
 def hooks_that_a_call_adds_to_itself(scope, impl):
     """Hooks that `forward` registers run in the next call; those it removes still run in this one."""
     log, handles = [], []
@@ -262,23 +246,6 @@ def hooks_that_a_call_adds_to_itself(scope, impl):
         for _ in range(5):
             model(batch())
     return log, left_behind(model)
-
-
-def test_modules_without_a_table_of_hooks(impl):
-    """A module that lacks a table raises torch's error; a table of the class counts."""
-
-    def scenario(scope):
-        seen = []
-        for name in ("_forward_hooks", "_backward_pre_hooks"):
-            model = user_module(impl)
-            with scope(model):
-                del model.__dict__[name]
-                seen += outcome(lambda model=model: model(batch()))[:3]
-                setattr(type(model), name, {1: lambda *given: given[-1] * 3})
-                seen += outcome(lambda model=model: model(batch()))[:2]
-        return seen
-
-    assert "object has no attribute" in str(same_inside(scenario)[1])
 
 
 def raise_error(self, x):
@@ -359,26 +326,6 @@ def test_compiled_code_has_the_same_frames(impl, hooked, in_place):
     assert outside == inside
 
 
-def test_exported_programs_are_the_same(impl):
-    """`torch.export` inside gives the same program, with the modules that its operations come from."""
-
-    def exported(scope):
-        torch._dynamo.reset()
-        model = net(impl)
-        del model.tied
-        model.tied = nn.Identity()
-        with scope(model), torch.no_grad():
-            program = torch.export.export(model, (batch(),), strict=False)
-        stacks = [node.meta.get("nn_module_stack") for node in program.graph.nodes]
-        paths = [[*map(str, stack.values())] for stack in stacks if stack]
-        return str(program.graph), str(program.graph_signature), paths
-
-    outside = exported(plain)
-
-    assert outside == exported(modkit.fast_inference)
-    assert "'blocks.0.fc'" in str(outside)
-
-
 def profiled(scope, model):
     """Return the modules that the profiler names, in order, each inside its caller."""
     names = []
@@ -434,46 +381,3 @@ def test_same_inside(impl, scenario):
     result = same_inside(lambda scope: scenario(scope, impl))
 
     assert result[0] == "returned"
-
-
-class Proxy:
-    """Stand in for a module, as proxies of wrapt do: only its type differs."""
-
-    def __init__(self, module):
-        object.__setattr__(self, "_module", module)
-
-    __class__ = property(lambda self: type(object.__getattribute__(self, "_module")))
-    __dict__ = property(lambda self: vars(object.__getattribute__(self, "_module")))
-
-    def __getattr__(self, name):
-        return getattr(object.__getattribute__(self, "_module"), name)
-
-    def __call__(self, *args):
-        """Call the module."""
-        return object.__getattribute__(self, "_module")(*args)
-
-
-IMITATIONS = {
-    "mock of a class": lambda impl: mock.Mock(spec=impl.nn.Module, return_value=torch.ones(3, 2)),
-    "mock of a layer": lambda impl: mock.MagicMock(spec=nn.Linear(2, 2), side_effect=torch.relu),
-    "proxy of a layer": lambda impl: Proxy(nn.Linear(2, 2)),
-    "proxy of a user's module": lambda impl: Proxy(user_module(impl)),
-}
-
-
-@for_each("name", IMITATIONS)
-@for_each("place", ["root", "container", "user's module"])
-def test_objects_that_claim_to_be_modules(impl, name, place):
-    """A mock or a proxy is called as it is outside of the block."""
-
-    def scenario(scope):
-        model = imitation = IMITATIONS[name](impl)
-        if place == "container":
-            model = nn.Sequential(nn.Linear(2, 2), imitation)
-        elif place == "user's module":
-            model = user_module(impl, lambda self, x: self.part(x))
-            model.part = imitation
-        with scope(model):
-            return model(torch.ones(3, 2))
-
-    assert same_inside(scenario)[0] == "returned"
