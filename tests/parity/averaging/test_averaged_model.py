@@ -313,21 +313,6 @@ def test_a_cast_average_goes_on(subject: str, method: str, together: bool) -> No
     assert same(scenario)[0] == "returned"
 
 
-@pytest.mark.parametrize("updates", [0, 2])
-def test_a_count_that_type_has_cast_goes_on(updates: int) -> None:
-    """After `type(torch.float64)` the count is a float64, with which torch averages further."""
-
-    def scenario(impl: Implementation) -> object:
-        model, averaged = averaged_of(impl, "layer", updates)
-        averaged.type(torch.float64)
-        model.double()
-        for _ in training_states(model, 3):
-            averaged.update_parameters(model)
-        return averaged, averaged.n_averaged
-
-    assert same(scenario)[0] == "returned"
-
-
 @every_subject
 def test_an_average_on_meta_is_filled_by_to_empty_and_a_load(
     impl: Implementation, subject: str

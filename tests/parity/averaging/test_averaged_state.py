@@ -5,13 +5,11 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
-from tests.models import normed_net, one_weight, set_weight
+from tests.models import normed_net, one_weight
 from tests.parity.averaging.rules import (
-    COPIES,
     RULES,
     averaged_of,
     build,
-    decaying,
     every_subject,
     through_file,
     through_pickle,
@@ -86,21 +84,6 @@ def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
     )
 
 
-@pytest.mark.parametrize("way", COPIES.values(), ids=COPIES)
-def test_copies_are_complete_and_independent(impl: Implementation, way) -> None:
-    """A copy has all values and arguments, and goes on averaging by itself."""
-    model = one_weight(impl, 1.0)
-    averaged = impl.AveragedModel(model, avg_fn=decaying, use_buffers=True)
-    averaged.update_parameters(model)
-    other = way(averaged)
-    other.update_parameters(set_weight(model, 9.0))
-
-    assert type(other) is type(averaged)
-    assert (other.avg_fn, other.multi_avg_fn, other.use_buffers) == (decaying, None, True)
-    assert (averaged.module.weight.item(), averaged.n_averaged.item()) == (1.0, 1)
-    assert (other.module.weight.item() > 1.0, other.n_averaged.item()) == (True, 2)
-
-
 @pytest.mark.parametrize("way", [through_pickle, through_file])
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.endswith(("ema", "swa"))])
 def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule, way) -> None:
@@ -112,19 +95,3 @@ def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule
         other.update_parameters(model)
 
     assert freeze(dict(other.state_dict())) == freeze(dict(averaged.state_dict()))
-
-
-@every_subject
-def test_the_state_is_a_shallow_copy(impl: Implementation, subject: str) -> None:
-    """It refers to the tensors of the average: an update shows in it, and a write to it there."""
-    model, averaged = averaged_of(impl, subject)
-    state = averaged.state_dict()
-    list(training_states(model, 1))
-    averaged.update_parameters(model)
-    followed = freeze(dict(state)) == freeze(dict(averaged.state_dict()))
-    for tensor in state.values():
-        tensor.zero_()
-
-    assert followed
-    assert all(not t.any() for t in averaged.parameters())
-    assert averaged.n_averaged == 0

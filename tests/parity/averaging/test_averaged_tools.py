@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from modkit.optim import swa_utils
-from tests.helpers import TORCH, Implementation, outcome, same
+from tests.helpers import Implementation
 from tests.models import normed_net
-from tests.parity.averaging.rules import RULES, training_states
+from tests.parity.averaging.rules import training_states
 
 
 @pytest.fixture(autouse=True)
@@ -41,27 +41,6 @@ def test_tools_take_an_averaged_model(impl: Implementation, tool: str) -> None:
     inputs = torch.randn(4, 3)
 
     torch.testing.assert_close(TOOLS[tool](averaged, inputs), averaged(inputs))
-
-
-@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.endswith("own")])
-def test_update_of_a_compiled_caller(rule: str) -> None:
-    """Compiling the code around the updates changes no bit of the average."""
-
-    def scenario(impl: Implementation):
-        model = normed_net(impl)
-        averaged = impl.AveragedModel(model, **RULES[rule](impl))
-        update = torch.compile(averaged.update_parameters, backend="eager")
-        for _ in training_states(model, 3):
-            update(model)
-        return averaged
-
-    with torch._dynamo.config.patch(disable=True):
-        eager = same(scenario)
-    if outcome(scenario, TORCH) != eager:
-        pytest.skip("compiled code of this torch rounds lists of tensors otherwise")
-
-    assert same(scenario) == eager
-    assert eager[0] == "returned"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import copy
 import inspect
 import pickle
 
@@ -6,7 +5,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, same
+from tests.helpers import TORCH, Implementation, same
 from tests.models import one_weight
 
 
@@ -56,19 +55,6 @@ def test_functions_have_the_names_of_torch(name: str) -> None:
         return names, str(inspect.signature(function)), inspect.unwrap(function).__code__.co_name
 
     assert same(scenario)[0] == "returned"
-
-
-@for_each("way", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
-@for_each("name", FUNCTIONS)
-def test_copies_have_the_names_too(name: str, way) -> None:
-    """A copy equals its original, and has its name and signature."""
-    function = made(MODKIT, name)
-    copied = way(function)
-
-    assert copied == function
-    assert hash(copied) == hash(function)
-    assert copied.__qualname__ == function.__qualname__
-    assert inspect.signature(copied) == inspect.signature(function)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -155,17 +141,6 @@ def test_decays(name: str, error: str, decay) -> None:
 
     assert kind == ("raised" if error else "returned")
     assert not error or value == error
-
-
-def test_parameters_of_the_functions_have_the_names_of_torch(impl: Implementation) -> None:
-    """All arguments of all four functions can be given by the names they have in torch."""
-    one, two = torch.tensor(1.0), torch.tensor(2.0)
-    ema = impl.get_ema_avg_fn(0.5)(ema_param=one, current_param=two, num_averaged=1)
-    swa = impl.get_swa_avg_fn()(averaged_param=one, current_param=two, num_averaged=1)
-    impl.get_ema_multi_avg_fn(0.5)(ema_param_list=[one], current_param_list=[two], _=1)
-    impl.get_swa_multi_avg_fn()(averaged_param_list=[one], current_param_list=[two], num_averaged=1)
-
-    assert (ema.item(), swa.item(), one.item()) == (1.5, 1.5, 1.75)
 
 
 @for_each("name", FUNCTIONS)

@@ -7,7 +7,6 @@ from modkit.optim import swa_utils
 from tests.cases import for_each
 from tests.helpers import MODKIT, Implementation
 from tests.models import one_weight, set_weight
-from tests.parity.averaging.test_n_averaged import values
 from tests.unit.averaging.recipes import CountCalls, as_accelerator
 
 
@@ -83,23 +82,6 @@ def test_functions_get_a_count_of_at_least_one() -> None:
     assert counts == [1, 1, 1, 2]
 
 
-@for_each("precision", ["same", "fp32", "fp64"])
-def test_an_average_starts_anew_in_every_precision(precision) -> None:
-    """A count of zero copies exactly what the model holds, whatever the average held."""
-    model = one_weight(MODKIT, 1.0).bfloat16()
-    averaged = swa_utils.AveragedModel(
-        model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.999), precision=precision
-    )
-    for value in 1.0, 1.5, float("inf"), float("nan"):
-        averaged.update_parameters(set_weight(model, value))
-    averaged.n_averaged.data.zero_()
-    averaged.update_parameters(set_weight(model, 7.0))
-    averaged.update_parameters(model)
-
-    assert averaged.module.weight.item() == 7.0
-    assert averaged.export_state_dict()["weight"].item() == 7.0
-
-
 def test_stochastic_rounding_reads_the_count_only_after_a_write() -> None:
     """The host counts the steps from there on, so that a seed does not cost a host sync."""
     model = one_weight(MODKIT, 1.0).bfloat16()
@@ -116,15 +98,3 @@ def test_stochastic_rounding_reads_the_count_only_after_a_write() -> None:
 
     assert seen == [1, 1, 1, 2, 2]
     assert averaged.n_averaged == 9
-
-
-def test_a_skipped_step_does_not_count_on_the_device() -> None:
-    """The device knows the flag, so the equal average is the mean of the finite models."""
-    model = one_weight(MODKIT)
-    averaged = swa_utils.AveragedModel(model, on_nonfinite="skip")
-    with CountCalls("_local_scalar_dense") as reads:
-        for value in float("nan"), 1.0, float("nan"), 3.0:
-            averaged.update_parameters(set_weight(model, value))
-
-    assert reads.calls == []
-    assert values(averaged) == (2.0, 2)

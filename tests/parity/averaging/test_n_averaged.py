@@ -8,7 +8,7 @@ import torch.multiprocessing as mp
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.models import normed_net, one_weight, set_weight
-from tests.parity.averaging.rules import COPIES, RULES, state_after_updates, states_after_updates
+from tests.parity.averaging.rules import RULES, state_after_updates, states_after_updates
 from tests.processes import METHOD, context
 from tests.unit.averaging.recipes import as_accelerator
 
@@ -160,25 +160,6 @@ def test_functions_are_not_called_below_one(impl: Implementation) -> None:
     assert counts == [1, 2]
 
 
-def test_functions_get_a_written_count(impl: Implementation) -> None:
-    """avg_fn and multi_avg_fn are called with the count that was written through `.data`."""
-    seen = []
-
-    def keep(averaged, current, count):
-        seen.append(int(count))
-        return averaged
-
-    model = one_weight(impl)
-    for arguments in {"avg_fn": keep}, {"multi_avg_fn": keep}:
-        averaged = impl.AveragedModel(model, **arguments)
-        averaged.update_parameters(model)
-        averaged.n_averaged.data.fill_(41)
-        averaged.update_parameters(model)
-        averaged.update_parameters(model)
-
-    assert seen == [41, 42, 41, 42]
-
-
 @pytest.mark.parametrize("write", ["zero_", "replaced"])
 def test_a_count_made_in_inference_mode_is_read_at_each_update(
     impl: Implementation, write: str
@@ -197,40 +178,6 @@ def test_a_count_made_in_inference_mode_is_read_at_each_update(
         averaged.update_parameters(model)
 
     assert values(averaged) == (5.0, 1)
-
-
-def test_a_count_loaded_in_inference_mode_is_read_at_each_update() -> None:
-    """A counter assigned by a load in inference mode may be written there."""
-
-    def scenario(impl: Implementation):
-        model, averaged = average_of_two(impl)
-        with torch.inference_mode():
-            state = {name: tensor.clone() for name, tensor in averaged.state_dict().items()}
-            averaged.load_state_dict(state, assign=True)
-            averaged.update_parameters(set_weight(model, 1.0))
-            averaged.n_averaged.fill_(9)
-            averaged.update_parameters(set_weight(model, 3.0))
-        return values(averaged)
-
-    assert same(scenario)[0] == "returned"
-
-
-@for_each("way", COPIES)
-@for_each("write", ["fill_", "data", "numpy", "replaced"])
-def test_a_copy_has_a_count_of_its_own(impl: Implementation, way: str, write: str) -> None:
-    """A write to the count of a copy affects the copy, and a write to the original the original."""
-    model, averaged = average_of_two(impl)
-    other = COPIES[way](averaged)
-    WRITES[write](other, 0)
-    for each in averaged, other:
-        each.update_parameters(set_weight(model, 8.0))
-    found = values(averaged), values(other)
-    WRITES[write](averaged, 0)
-    for each in averaged, other:
-        each.update_parameters(set_weight(model, 2.0))
-
-    assert found == ((4.0, 3), (8.0, 1))
-    assert (values(averaged), values(other)) == ((2.0, 1), (5.0, 2))
 
 
 @for_each("first", ["compiled", "eager"])
@@ -308,17 +255,6 @@ def integers(impl: Implementation, *numbers: int, dtype: torch.dtype = torch.int
     model = one_weight(impl)
     model.index = impl.nn.Parameter(torch.tensor(numbers, dtype=dtype), requires_grad=False)
     return model
-
-
-@pytest.mark.parametrize("use_buffers", [False, True])
-def test_integer_parameters_are_averaged(impl: Implementation, use_buffers: bool) -> None:
-    """Parameters of integers are averaged by default, and the mean is cut off to an integer."""
-    averaged = impl.AveragedModel(integers(impl, 1, 2), use_buffers=use_buffers)
-    for numbers in (1, 2), (7, 7):
-        averaged.update_parameters(integers(impl, *numbers))
-
-    assert averaged.module.index.tolist() == [4, 4]
-    assert averaged.module.index.dtype == torch.int64
 
 
 @every_rule

@@ -52,23 +52,6 @@ def test_kinds_of_loaders(kind: str) -> None:
     assert expected == reference
 
 
-@for_each("batch", [[], "text", None, 3], ids=["empty list", "text", "None", "number"])
-@for_each("device", [None, "cpu"])
-def test_batches_of_other_kinds_do_what_torch_does(batch, device) -> None:
-    """Empty lists and other objects raise torch's errors."""
-
-    def scenario(impl: Implementation):
-        impl.update_bn([batch], normed_net(impl), device)
-
-    assert same(scenario)[0] == "raised"
-
-
-@pytest.mark.parametrize("loader", [None, 3, torch.tensor(3)], ids=str)
-def test_what_is_no_loader_is_refused_as_in_torch(loader) -> None:
-    """An object that cannot be iterated raises torch's error."""
-    assert same(lambda impl: impl.update_bn(loader, normed_net(impl)))[0] == "raised"
-
-
 def test_batches_are_moved_to_the_device(impl: Implementation) -> None:
     """With a device, each batch is moved there before the model is called."""
 

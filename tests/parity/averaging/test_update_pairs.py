@@ -161,18 +161,3 @@ def test_a_wrapper_and_its_network_are_paired(
         return states
 
     assert same(scenario)[0] == "returned"
-
-
-def test_a_compiled_update_pairs_a_wrapper(impl: Implementation) -> None:
-    """Compiled updates pair by the same rule."""
-    torch._dynamo.reset()
-    model = one_weight(impl)
-    averaged = impl.AveragedModel(model)
-    update = torch.compile(averaged.update_parameters, backend="eager")
-    wrapper = wrapped(impl, model)
-    for value in 2.0, 4.0:
-        set_weight(model, value)
-        update(wrapper)
-    torch._dynamo.reset()
-
-    assert averaged.module.weight.item() == 3.0

@@ -10,8 +10,6 @@ from tests.helpers import Implementation, same
 from tests.models import normed_net, one_weight, set_weight
 from tests.parity.averaging.rules import (
     RULES,
-    averaged_of,
-    every_subject,
     states_after_updates,
     training_states,
 )
@@ -227,27 +225,3 @@ def test_default_update_with_grouped_kernels_is_that_of_torch(monkeypatch) -> No
     result = same(scenario)
 
     assert result[1][1][0] == ("bool", "True")
-
-
-@for_each("kind", ["cpu", "cuda", "xpu", "mtia", "mps", "hpu", "xla", "meta", "privateuseone"])
-def test_devices_with_grouped_kernels_are_those_of_torch(kind: str) -> None:
-    """The default update is grouped on exactly the device types that torch groups on."""
-    supported = torch.utils._foreach_utils._get_foreach_kernels_supported_devices()
-    grouped = rules.has_foreach_kernels(torch.device(kind))
-
-    assert grouped == (kind in supported)
-
-
-@every_subject
-def test_updates_call_no_hook(impl: Implementation, subject: str) -> None:
-    """`update_parameters` is not a call: hooks of the average and the model do not run."""
-    model, averaged = averaged_of(impl, subject)
-    calls = []
-    for module in model, averaged, averaged.module:
-        module.register_forward_hook(lambda *_: calls.append("forward"))
-        module.register_full_backward_hook(lambda *_: calls.append("backward"))
-        module.register_state_dict_pre_hook(lambda *_: calls.append("state"))
-    averaged.update_parameters(model)
-
-    assert calls == []
-    assert averaged.n_averaged == 3

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.helpers import Implementation, same
+from tests.helpers import Implementation
 
 
 def images_and_volumes(impl: Implementation) -> torch.nn.Module:
@@ -62,17 +62,3 @@ def test_a_volume_network_computes_the_same_after_channels_last(impl: Implementa
     after = module.to(memory_format=torch.channels_last)(volume)
 
     assert torch.equal(after, before)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.preserve_format])
-def test_formats_for_any_dimensions(memory_format):
-    """The formats that are not for images or volumes alone are applied as in torch."""
-
-    def scenario(impl):
-        module = images_and_volumes(impl)
-        module.image = torch.zeros(1, 2, 3, 4).to(memory_format=torch.channels_last)
-        module.volume = torch.zeros(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d)
-        module.to(memory_format=memory_format)
-        return formats(module), module.image.stride(), module.volume.stride()
-
-    assert same(scenario)[0] == "returned"
