@@ -77,7 +77,7 @@ def script_parts(module: Any) -> Any:
 ALLOWED: list[Any] = [
     argparse.Namespace,
     bytes,
-    *((value, name) for name, value in extra_names(b"cnumpy").items()),
+    *((value, name) for name, value in extra_names({"numpy.dtype"}).items()),
 ]
 
 

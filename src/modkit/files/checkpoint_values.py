@@ -5,12 +5,11 @@ others use for their options, and numbers and small arrays of NumPy, its random 
 """
 
 import argparse
-import builtins
 import enum
 import io
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set as AbstractSet
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
 
@@ -18,8 +17,7 @@ import torch
 
 from modkit._upstream import allowed_by_user, readable_globals
 from modkit.errors import FileError
-from modkit.files.inert import read_pickle
-from modkit.files.pickle_limits import VALUES, pickle_problem
+from modkit.files.inert import VALUES, read_pickle
 from modkit.files.zip_archive import Archive
 
 
@@ -34,26 +32,22 @@ _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 _CONTAINERS: Final = (dict, list, deque)
 
 
-def extra_names(content: bytes) -> dict[str, Any]:
+def extra_names(names: AbstractSet[str]) -> dict[str, Any]:
     """Return the names in a pickle that torch does not read, with their objects.
 
     torch has a list of further names, ``torch.serialization.safe_globals``. It is that of the
     process: a change for one file would be seen by other threads, and some functions of NumPy are
-    safe only with the arguments that :func:`~modkit.files.pickle_limits.pickle_problem` accepts.
+    safe only with the arguments that :meth:`~modkit.files.inert.Content.problem` accepts.
+
+    Args:
+        names: All names in the pickle.
     """
-    names: dict[str, Any] = {}
-    if b"cargparse\nNamespace\n" in content:
-        names["argparse.Namespace"] = argparse.Namespace
-    if b"c__builtin__\nbytes\n" in content:
-        # The pickle of an empty string of bytes.
-        names["builtins.bytes"] = bytes
-    for full_name, name in VALUES.items():
-        # As a value: the limits of pickles refuse calls.
-        if b"c%s\n%s\n" % tuple(full_name.encode().split(b".")) in content:
-            names[f"builtins.{name}"] = getattr(builtins, name)
-    if b"cnumpy" in content:
-        names |= _names_of_numpy()
-    return names
+    # The empty string of bytes is written as a call.
+    extra = {"argparse.Namespace": argparse.Namespace, "builtins.bytes": bytes, **VALUES}
+    found = {name: extra[name] for name in names & extra.keys()}
+    if any(name.startswith("numpy") for name in names):
+        found |= _names_of_numpy()
+    return found
 
 
 def _names_of_numpy() -> dict[str, Any]:
@@ -90,16 +84,14 @@ def refused(checkpoint: object) -> TypeError:
 
 def _is_readable(pickled: bytes) -> bool:
     try:
-        content = read_pickle(pickled, "", {})
+        content = read_pickle(pickled, "")
     except FileError:
         return False
-    if content.is_plain:
-        return True
-    readable = {*readable_globals(), *extra_names(pickled)}
-    problem = pickle_problem(pickled, {}, trusted=allowed_by_user())
+    readable = {*readable_globals(), *extra_names(content.names)}
     # torch's readers append items and set keys of lists and dicts, not of their subclasses.
-    has_items = any(kind.has_items for kind in content.classes.values())
-    return not problem and readable.issuperset(content.foreign) and not has_items
+    has_items = any(entry.content for kind in content.classes.values() for entry in kind.made)
+    is_known = readable.issuperset(content.foreign) and not has_items
+    return is_known and not content.problem(allowed_by_user())
 
 
 def _first_refused(entry: object, above: frozenset[int] = frozenset()) -> tuple[str, object]:

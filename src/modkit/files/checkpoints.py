@@ -11,10 +11,9 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any, Final, cast
 
 import torch
@@ -32,14 +31,12 @@ from modkit._upstream import (
     tensors_are_fake,
 )
 from modkit.errors import FileError, shown
-from modkit.files import kinds
 from modkit.files.atomic_write import IN_USE, atomic_write
 from modkit.files.checkpoint_values import REFUSALS, check_readable, extra_names, refused
-from modkit.files.inert import read_pickle
-from modkit.files.kinds import archive_of
+from modkit.files.inert import Content
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
-from modkit.files.pickle_limits import collector_paused, pickle_problem
-from modkit.files.plain_checkpoints import Filler, plain_content
+from modkit.files.pickle_limits import collector_paused
+from modkit.files.plain_checkpoints import Filler, is_plain
 from modkit.files.torch_files import TorchFile
 from modkit.files.zip_archive import MOST_TEXT, Archive, file_of, open_source, read_some
 
@@ -251,30 +248,31 @@ def load_checkpoint(
             torch.load(path, weights_only=True)  # raises torch's error
 
     with open_source(path) as (source, what), collector_paused():
-        if kinds.kind_of(source) == kinds.LEGACY:
-            # Its pickles are within the limits, and its storages within the file.
-            names = TorchFile(source, what).content.foreign
-            content = _left_to_torch(source, what, map_location, mmap=mmap, foreign=lambda: names)
+        # Its pickles are within the limits, and its storages within the file.
+        opened = TorchFile(source, what)
+        archive = opened.archive
+        if archive is None:
+            content = _left_to_torch(opened, source, what, map_location, mmap)
             _warn_of(what)
             return content
 
-        archive = archive_of(source, what, kinds.TORCH_SAVE)
-        if not archive.has_checksums:
-            _warn_of(what)
         checked = set(archive.members)
         if is_meta(map_location) or not verify:
             # The content of tensors is not read.
             checked = {name for name in checked if not name.startswith("data/")}
-
-        # Kept for the unpickler, so that verifying does not read it as well.
-        archive.text("data.pkl")
         if mmap:
             archive.verify(checked)
-        mapped = source if mmap and isinstance(source, int) else None
-        content = _read_plain(archive, mapped, map_location)
+        content = None
+        if is_plain(archive, opened.content) and not modes_are_active():
+            mapped = source if mmap and isinstance(source, int) else None
+            content = _filled(opened.content, Filler(archive, map_location, mapped), archive)
         # Members that have not been read yet, such as tensors that the pickle does not name.
         archive.verify(checked)
-        return content if content is not None else _followed(archive, source, map_location, mmap)
+        if content is None:
+            content = _left_to_torch(opened, source, what, map_location, mmap)
+        if not opened.has_checksums:
+            _warn_of(what)
+        return content
 
 
 def _warn_of(what: str) -> None:
@@ -299,39 +297,19 @@ def verify_checksums(path: str | os.PathLike[str]) -> None:
             Archive(source, what).verify()
 
 
-def _followed(archive: Archive, source: int | bytes, map_location: Any, mmap: bool) -> Any:
-    """Load with torch what is not plain, once its pickle is within the limits."""
-    content = archive.text("data.pkl")
-    if problem := pickle_problem(content, archive.sizes, trusted=allowed_by_user()):
-        raise FileError(f"{archive.what} cannot be read as a checkpoint: data.pkl: {problem}")
-    on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
-    if archive.is_of_other_byte_order and (on_meta or tensors_are_fake()):
-        raise FileError(f"{archive.what}: torch cannot swap the bytes of tensors without memory")
-
-    def foreign() -> list[str]:
-        try:
-            return read_pickle(content, archive.what, archive.sizes).foreign
-        except FileError:
-            # torch reads a few pickles that the other reader does not.
-            return []
-
-    names = extra_names(content)
-    return _left_to_torch(
-        source, archive.what, map_location, mmap=mmap, foreign=foreign, names=names
-    )
-
-
 def _left_to_torch(
-    source: int | bytes,
-    what: str,
-    map_location: Any,
-    *,
-    mmap: bool,
-    foreign: Callable[[], Sequence[str]],
-    names: Mapping[str, Any] = MappingProxyType({}),
+    opened: TorchFile, source: int | bytes, what: str, map_location: Any, mmap: bool
 ) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
     refused = f"{what} cannot be read as a checkpoint"
+    archive, content = opened.archive, opened.content
+    if problem := content.problem(allowed_by_user()):
+        raise FileError(f"{refused}: data.pkl: {problem}")
+    on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
+    if archive and archive.is_of_other_byte_order and (on_meta or tensors_are_fake()):
+        raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
+
+    names = extra_names(content.names) if archive else {}
     mapped = path_of(source, what) if mmap and isinstance(source, int) else None
     before = len(sparse_tensors_to_check())
     try:
@@ -341,8 +319,7 @@ def _left_to_torch(
                 return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        # The names of foreign classes take another read of the pickle.
-        raise FileError(f"{refused}: {_unsafe_reason(error, foreign(), names)}") from error
+        raise FileError(f"{refused}: {_unsafe_reason(error, content.foreign, names)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__
@@ -375,20 +352,15 @@ def _unsafe_reason(
     )
 
 
-def _read_plain(archive: Archive, mapped: int | None, map_location: Any) -> Any:
-    """Return the content of a plain state dict, or None to let torch read the file."""
-    content = None if modes_are_active() else plain_content(archive)
-    if content is None:
-        return None
-
-    filler = Filler(archive, map_location, mapped)
+def _filled(content: Content, filler: Filler, archive: Archive) -> Any:
+    """Return the content with tensors, or None to let torch read the file."""
     try:
         filled = filler.fill(content.value)
     except FileError:
         raise
     except Exception as error:
         # A device or a function that the caller names is not an error of the file.
-        if map_location is not None and error is filler.error:
+        if error is filler.error and filler.maps:
             raise
         # torch reads the file, or raises its own error.
         return None

@@ -58,7 +58,7 @@ class DistributedFile:
         self._path = path
         self._prefix = f"{key}." if key else ""
         with open_regular(path) as descriptor:
-            content = read_pickle(read_some(descriptor, 0, MOST_TEXT), str(path), {}).value
+            content = read_pickle(read_some(descriptor, 0, MOST_TEXT), str(path)).value
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self.others: list[str] = []

@@ -6,32 +6,53 @@ be listed and read, whatever else is in it. Nothing here needs torch.
 """
 
 import argparse
-import codecs
+import builtins
 import io
 import math
 import pickle
+import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from typing_extensions import Self
 
 from modkit.errors import FileError
 from modkit.files.pickle_limits import (
-    ITEM_SIZES,
-    VALUES,
+    CLASS_COST,
+    BoundedUnpickler,
+    UnknownInstructionError,
+    check_depth,
     collector_paused,
-    pickle_problem,
-    storage_dtype,
 )
 from modkit.files.plain_pickles import is_plain_pickle
 
 
-# Each unknown name becomes a class, which takes a kilobyte.
-_MOST_NAMES: Final = 1000
+# The bytes of an element, by torch's names of dtypes.
+ITEM_SIZES: Final = {
+    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "quint4x2", "quint2x4"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"), 1),
+    **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits1x8"), 1),
+    **dict.fromkeys(("bits2x4", "bits4x2"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "qint32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+}
+# Other names of dtypes, in those of storages.
+_ALIASES: Final = dict(
+    zip(
+        ("byte", "char", "short", "int", "long", "half", "float", "double", "untyped"),
+        ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "uint8"),
+        strict=True,
+    ),
+    complexhalf="complex32",
+    complexfloat="complex64",
+    complexdouble="complex128",
+)
 _MOST_DIMENSIONS: Final = 64
 _LONGEST_LOCATION: Final = 99
 # The kind of error for a pickle with instructions that are not known here.
@@ -75,10 +96,6 @@ class Stored(NamedTuple):
         return self.numel * ITEM_SIZES[self.dtype]
 
 
-class OutsideError(pickle.UnpicklingError):
-    """A tensor is larger than its storage."""
-
-
 @dataclass(slots=True, eq=False)
 class InertTensor:
     """A tensor as a pickle describes it.
@@ -113,13 +130,22 @@ class InertTensor:
         has_memory = self.problem in {"", "quantized", "meta"}
         return math.prod(self.shape) * ITEM_SIZES[self.dtype] if has_memory else 0
 
+    def set_state(self, state: Any) -> None:
+        """Note that it has a state, which tensors of torch do not."""
+        self.has_more = True
+
 
 class Foreign:
-    """An object of a class that was not imported, with what the pickle gave to it."""
+    """An object of a class that was not imported, with what the pickle gave to it.
+
+    Attributes:
+        name: The name of the class.
+        made: The objects of the class.
+    """
 
     __slots__ = ("args", "content", "state")
     name = ""
-    has_items = False
+    made: ClassVar[list["Foreign"]] = []
     args: tuple[Any, ...]
     content: Any
     state: Any
@@ -129,20 +155,22 @@ class Foreign:
         made = super().__new__(cls)
         made.args = args
         made.content = made.state = None
+        cls.made.append(made)
         return made
 
-    def __setstate__(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
+        """Keep the state."""
+        if self.state is not None:
+            raise pickle.UnpicklingError("an object has two states")
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        type(self).has_items = True
         if not isinstance(self.content, dict):
             self.content = {}
         self.content[key] = value
 
     def append(self, value: Any) -> None:
         """Keep an item of a list."""
-        type(self).has_items = True
         if not isinstance(self.content, list):
             self.content = []
         self.content.append(value)
@@ -194,7 +222,7 @@ def _tensor(
     for length, step in zip(tensor.shape, tensor.stride, strict=True):
         last += (length - 1) * step
     if tensor.nbytes and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
-        raise OutsideError("a tensor extends beyond the end of its storage")
+        raise pickle.UnpicklingError("a tensor extends beyond the end of its storage")
     return tensor
 
 
@@ -230,6 +258,9 @@ def _needs_gradient(value: Any, dtype: str) -> bool:
 
 def _of_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Describe a tensor of a subclass, as ``torch._tensor._rebuild_from_type_v2``."""
+    # Other functions have costs that were not paid.
+    if function not in {_tensor, _tensor_of_dtype, _quantized, _sparse, _nested, _wrapper}:
+        return Foreign(function, args, state)
     made = function(*args)
     return replace(made, has_more=True) if isinstance(made, InertTensor) else Foreign(made, state)
 
@@ -268,8 +299,21 @@ def _empty_dict() -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
-# The names of state dicts without anything else, which load_checkpoint reads itself.
-LOADED: Final[dict[str, Any]] = {
+def _encoded(string: str, encoding: str) -> bytes:
+    # Some encodings take quadratic time; pickle uses only this one.
+    if encoding != "latin1":
+        raise pickle.UnpicklingError("it encodes a string in another way than pickle does")
+    return string.encode("latin1")
+
+
+def _empty_bytes(*size: Any) -> bytes:
+    if size:
+        raise pickle.UnpicklingError("it makes bytes in another way than pickle does")
+    return b""
+
+
+# The names of state dicts without anything else.
+_PLAIN_NAMES: Final[dict[str, Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,
@@ -278,9 +322,8 @@ LOADED: Final[dict[str, Any]] = {
     "torch.storage.UntypedStorage": StorageKind("uint8"),
     "collections.OrderedDict": _empty_dict,
 }
-# Those of pickles that have been followed.
 _NAMES: Final[dict[str, Any]] = {
-    **LOADED,
+    **_PLAIN_NAMES,
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_qtensor": _quantized,
@@ -291,11 +334,18 @@ _NAMES: Final[dict[str, Any]] = {
     "torch._tensor._rebuild_from_type_v2": _of_subclass,
     "torch.device": _device,
     "torch.serialization._get_layout": _layout,
-    **{f"builtins.{kind.__name__}": kind for kind in (set, bytes, complex)},
+    "builtins.set": set,
+    "builtins.complex": complex,
+    "builtins.bytes": _empty_bytes,
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
     "argparse.Namespace": argparse.Namespace,
-    "_codecs.encode": codecs.encode,
+    "_codecs.encode": _encoded,
+}
+# Classes of Python that a pickle may hold as values. To call them could take any time and memory.
+VALUES: Final[dict[str, Any]] = {
+    f"builtins.{name}": getattr(builtins, name)
+    for name in ("bool", "float", "int", "list", "object", "str", "tuple")
 }
 # The names that load_checkpoint reads too: numbers, arrays and random states of NumPy.
 _OF_NUMPY: Final = {
@@ -303,6 +353,9 @@ _OF_NUMPY: Final = {
     *("numpy._core.multiarray.scalar", "numpy._core.multiarray._reconstruct"),
     "numpy.core.multiarray._reconstruct",
 }
+# The dtypes of numbers. Other dtypes have flags, and fields, that are addresses of objects.
+_NUMBER: Final = re.compile("b1|[iu][1248]|f[248]|c8|c16")
+_DTYPE_STATES: Final = [None, *((3, order, None, None, None, -1, -1, 0) for order in "<>|=")]
 
 
 @dataclass
@@ -311,67 +364,126 @@ class Content:
 
     Attributes:
         value: The object.
-        classes: The placeholders for names in the pickle that this reader does not know.
+        names: The names of all classes and functions in it.
+        classes: The placeholders for those that this reader does not know.
         storages: The storages of its tensors by key.
-        is_plain: Whether it has only what :data:`LOADED` has.
+        is_odd: Whether a storage is described in a way that only torch reads.
     """
 
     value: Any = None
+    names: set[str] = field(default_factory=set[str])
     classes: dict[str, type[Foreign]] = field(default_factory=dict[str, type[Foreign]])
     storages: dict[str, Stored] = field(default_factory=dict[str, Stored])
-    is_plain: bool = False
+    is_odd: bool = False
 
     @property
     def foreign(self) -> list[str]:
         """The names of classes and functions that ``load_checkpoint`` may not read."""
         return [name for name in self.classes if name not in _OF_NUMPY and name not in VALUES]
 
+    def problem(self, trusted: Container[str]) -> str:
+        """Return why torch must not read the pickle although it may have all names, or ``""``.
 
-class _Unpickler(pickle.Unpickler):
-    """The standard unpickler with functions of this file in place of all names."""
+        Args:
+            trusted: Names that the user has allowed with any argument.
+        """
+        try:
+            check_depth(self.value, _items_of)
+            for name, kind in self.classes.items():
+                if name in VALUES and kind.made:
+                    return f"it calls {name}, which torch does not"
+                is_of_numpy = name.startswith("numpy") and name not in trusted
+                if is_of_numpy and not all(map(_is_of_numbers, kind.made)):
+                    return _OTHER_NUMPY
+        except pickle.UnpicklingError as error:
+            return str(error)
+        # NumPy's functions have other arguments.
+        except (LookupError, TypeError):
+            return _OTHER_NUMPY
+        return ""
 
-    def __init__(self, data: bytes, names: Mapping[str, Any], content: Content) -> None:
-        # The strings of Python 2 may be in any encoding.
-        super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
+
+_OTHER_NUMPY: Final = (
+    "it has strings, dates, records or objects of NumPy. If you trust the file, load it inside "
+    "torch.serialization.safe_globals([np._core.multiarray._reconstruct, "
+    "np._core.multiarray.scalar, np.ndarray, np.dtype]), and save numbers, str(value) or lists"
+)
+
+
+def _is_of_numbers(made: Foreign) -> bool:
+    """Return True for a number, an array of numbers, or their dtype."""
+    args, state = made.args, made.state
+    if made.name == "numpy.dtype":
+        # The copy matters: the state of the original is that of the whole process.
+        is_number = type(args[0]) is str and bool(_NUMBER.fullmatch(args[0]))
+        return is_number and args[1:] == (False, True) and state in _DTYPE_STATES
+    if made.name.endswith(".multiarray._reconstruct"):
+        is_array = getattr(args[0], "name", "") == "numpy.ndarray" and args[1] == (0,)
+        return is_array and (state is None or (len(state) == 5 and _is_dtype(state[2])))
+    return made.name.endswith(".multiarray.scalar") and _is_dtype(args[0])
+
+
+def _is_dtype(value: object) -> bool:
+    return isinstance(value, Foreign) and value.name == "numpy.dtype"
+
+
+def _items_of(entry: Any) -> Iterable[object] | None:
+    """Return the objects that one holds, or None."""
+    if isinstance(entry, Foreign):
+        return (entry.args, entry.content, entry.state)
+    if isinstance(entry, dict):
+        return (*entry, *entry.values(), getattr(entry, "__dict__", None))
+    if isinstance(entry, argparse.Namespace):
+        return (vars(entry),)
+    return entry if isinstance(entry, (list, tuple, set)) else None
+
+
+class _Reader:
+    """How both unpicklers read names and storages: as what the functions above make of them."""
+
+    def __init__(self, names: Mapping[str, Any], *source: Any) -> None:
+        super().__init__(*source)
         self._names = names
-        self._content = content
+        self.content = Content()
 
-    def find_class(self, module: str, name: str, /) -> Any:
+    def find_class(self, module: str, name: str) -> Any:
         # pickle writes the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (module, name))
         full_name = f"{IMPORT_MAPPING.get(module, module)}.{name}"
+        self.content.names.add(full_name)
         if full_name in self._names:
             return self._names[full_name]
         dtype = storage_dtype(name) if name.endswith("Storage") else None
         if dtype is not None and module in {"torch", "torch.cuda"}:
             return StorageKind(dtype)
-        if self._names is not _NAMES:
-            raise pickle.UnpicklingError(full_name)
 
-        classes = self._content.classes
+        classes = self.content.classes
         if full_name not in classes:
-            if len(classes) >= _MOST_NAMES:
-                raise pickle.UnpicklingError(f"it names more than {_MOST_NAMES:,} classes")
-            members = {"name": full_name, "__slots__": ()}
+            if not isinstance(self, BoundedUnpickler):
+                raise pickle.UnpicklingError(full_name)
+            self.spend(CLASS_COST)
+            members = {"name": full_name, "__slots__": (), "made": []}
             classes[full_name] = type("Foreign", (Foreign,), members)
         return classes[full_name]
 
-    def persistent_load(self, pid: Any, /) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         # The modules of files from before torch 1.6 come with their source code.
         if pid[0] == "module" and self._names is _NAMES:
+            self.content.is_odd = True
             return pid[1]
         tag, kind, key, location, numel, *view = pid
         is_known = tag == "storage" and isinstance(kind, StorageKind) and type(numel) is int
-        if not is_known or numel < 0:
+        is_named = type(key) in {str, int} and type(location) is str and "\0" not in str(key)
+        if not is_known or not is_named or numel < 0:
             raise pickle.UnpicklingError("a storage is described in another way than torch does")
-        stored = Stored(str(key), kind.dtype, numel, str(location))
-        first = self._content.storages.setdefault(stored.key, stored)
-        if first.nbytes != stored.nbytes:
+        stored = Stored(str(key), kind.dtype, numel, location)
+        first = self.content.storages.setdefault(stored.key, stored)
+        # The reader of scripts makes it each time.
+        if first.nbytes != stored.nbytes and not self._names:
             raise pickle.UnpicklingError(f"the storage {key!r} has two sizes")
         # torch takes the first description, and quotes the location in errors.
-        is_odd = len(stored.location) > _LONGEST_LOCATION or not stored.location.isprintable()
-        if self._names is LOADED and (first[:3] != stored[:3] or is_odd):
-            raise pickle.UnpicklingError("a storage that only torch reads")
+        is_usual = len(location) <= _LONGEST_LOCATION and location.isprintable()
+        self.content.is_odd |= first[:3] != stored[:3] or not is_usual
         # In files from before torch 1.6, a storage may be a part of another one.
         if view and view[0] is not None:
             _, offset, size = view[0]
@@ -381,36 +493,59 @@ class _Unpickler(pickle.Unpickler):
         return first
 
 
-def read_pickle(data: bytes, what: str, sizes: Mapping[str, int]) -> Content:
+class _PlainReader(_Reader, pickle.Unpickler):
+    """The unpickler in C, for pickles that cannot exceed a limit."""
+
+
+class _BoundedReader(_Reader, BoundedUnpickler):
+    """The unpickler with limits, for all others."""
+
+
+def storage_dtype(kind: str) -> str | None:
+    """Return the name of the dtype of a class of storages, as ``FloatStorage``, or None."""
+    name = kind.removesuffix("Storage").lower()
+    name = _ALIASES.get(name, name)
+    return name if name in ITEM_SIZES else None
+
+
+def read_pickle(data: bytes, what: str, members: int = 0) -> Content:
     """Return the content of a pickle with placeholders.
 
     Args:
         data: The pickle.
         what: How errors name the file.
-        sizes: The sizes of the members of its archive.
+        members: The number of members of its archive.
 
     Raises:
         FileError: If the pickle is invalid or exceeds the limits.
     """
     with collector_paused():
-        if is_plain_pickle(data, len(sizes)):
-            # A plain pickle with other names, or an invalid one, is followed and then read.
+        if is_plain_pickle(data, members):
+            # A plain pickle with other names, or an invalid one, is read with limits.
             with suppress(Exception):
-                return read_with(data, LOADED)
+                return _content_of(_PlainReader(_PLAIN_NAMES, io.BytesIO(data)))
         refused = f"{what} cannot be read as a checkpoint"
-        if problem := pickle_problem(data, sizes, reader="inert"):
-            raise FileError(f"{refused}: {problem}", UNREAD if "instruction " in problem else "")
         try:
-            return read_with(data, _NAMES)
+            return _content_of(_BoundedReader(_NAMES, data, members))
+        except UnknownInstructionError as error:
+            raise FileError(f"{refused}: {error}", UNREAD) from error
         # Functions get the arguments that the file has.
         except Exception as error:
             reason = str(error).partition("\n")[0][:500] or type(error).__name__
             raise FileError(f"{refused}: its pickle is invalid: {reason}") from error
 
 
-def read_with(data: bytes, names: Mapping[str, Any]) -> Content:
-    """Return the content of a pickle that has no other names than these."""
-    content = Content()
-    content.value = _Unpickler(data, names, content).load()
-    content.is_plain = names is LOADED
+def read_script_pickle(data: bytes) -> Content:
+    """Return the content of a pickle of a TorchScript archive; raise any error if it is invalid."""
+    with collector_paused():
+        content = _content_of(_BoundedReader({}, data))
+        check_depth(content.value, _items_of)
+    return content
+
+
+def _content_of(reader: Any) -> Content:
+    content: Content = reader.content
+    content.value = reader.load()
+    # torch reads no later protocol.
+    content.is_odd |= getattr(reader, "proto", 2) != 2
     return content

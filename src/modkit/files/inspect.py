@@ -12,9 +12,8 @@ from typing import Final, NamedTuple
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
-from modkit.files.inert import UNREAD
+from modkit.files.inert import ITEM_SIZES, UNREAD
 from modkit.files.kinds import check_facts, other_file, parse_digest
-from modkit.files.pickle_limits import ITEM_SIZES
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import (
     INDEX,

@@ -15,12 +15,13 @@ any, with ``mmap`` mapped from the file, after it has been verified
 ================== ===============================================================================
 """
 
+import argparse
 import ctypes
 import mmap as memory_map
 import pickle
 import sys
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Final, cast
 
@@ -28,41 +29,30 @@ import torch
 
 from modkit._upstream import is_meta, restore_of, shares_all_storages
 from modkit.errors import FileError
-from modkit.files.inert import LOADED, Content, InertTensor, Named, OutsideError, Shape, read_with
-from modkit.files.plain_pickles import is_plain_pickle
+from modkit.files.inert import Content, InertTensor, Named, Shape
 from modkit.files.zip_archive import Archive, Target, fill
 
 
 _VERSIONS: Final = {str(version).encode() for version in range(1, 11)}  # of the container
 _DEEPEST: Final = 100
-_ATOMS: Final = frozenset({str, int, float, bool, type(None)})
+_ATOMS: Final = frozenset({str, int, float, bool, complex, bytes, type(None)})
+_DICTS: Final = {dict, OrderedDict, Counter}
 
 
 class NotPlainError(Exception):
     """A file has something that only torch reads."""
 
 
-def plain_content(archive: Archive) -> Content | None:
-    """Return the content of a plain state dict, as of this byte order, or None for another file."""
+def is_plain(archive: Archive, content: Content) -> bool:
+    """Return True if the content of an archive has no names but torch's, as of this byte order."""
     members = archive.members
     version_names = [name for name in (".data/version", "version") if name in members]
     version = archive.text(version_names[0]).strip() if version_names else b""
     order = archive.text("byteorder") if "byteorder" in members else None
     if order is None and torch.serialization.get_default_load_endianness() is None:
         order = b"little"
-    pickled = archive.text("data.pkl")
     is_usual = version in _VERSIONS and order == sys.byteorder.encode()
-    if not is_usual or not is_plain_pickle(pickled, len(members)):
-        return None
-    try:
-        content = read_with(pickled, LOADED)
-    except OutsideError as error:
-        raise archive.corrupt(str(error)) from error
-    # torch reads the file, or raises its own error.
-    except Exception:  # noqa: BLE001
-        return None
-    archive.check_storages(content.storages)
-    return content
+    return is_usual and not content.classes and not content.is_odd
 
 
 _CPU: Final = torch.device("cpu")
@@ -91,6 +81,7 @@ class Filler:
 
         self._restore = restore_of(map_location)
         self._on_meta = is_meta(map_location)
+        self.maps: bool = map_location is not None
         self.maps_by_function: bool = not isinstance(map_location, _LOCATIONS)
         self._filled: dict[int, Any] = {}
         self._storages: dict[str, torch.UntypedStorage] = {}
@@ -112,21 +103,16 @@ class Filler:
             return getattr(torch, content.removeprefix("torch."))
         if kind is Shape:
             return torch.Size(content)
-        if kind not in {dict, OrderedDict, list, tuple} or depth > _DEEPEST:
+        if depth > _DEEPEST:
             raise NotPlainError
         if kind is tuple:
             return tuple([self.fill(item, depth + 1) for item in content])
-
-        if id(content) not in self._filled:
+        if not _is_constant(content) and id(content) not in self._filled:
             self._filled[id(content)] = content
-            items = enumerate(content) if kind is list else content.items()
-            for key, value in items:
-                # Most entries are tensors, and keys are strings.
-                if type(key) not in _ATOMS:
-                    raise NotPlainError
+            for key, value in _items_of(content):
                 if type(value) not in _ATOMS:
                     content[key] = self.fill(value, depth + 1)
-            if kind is OrderedDict and vars(content):
+            if hasattr(content, "__dict__") and vars(content):
                 self.fill(vars(content), depth + 1)
         return content
 
@@ -222,6 +208,24 @@ class Filler:
         if not isinstance(restored, torch.UntypedStorage):
             raise pickle.UnpicklingError
         return restored
+
+
+def _is_constant(value: Any) -> bool:
+    """Return True for a value without objects of torch."""
+    return type(value) in _ATOMS or (type(value) in {tuple, set} and all(map(_is_constant, value)))
+
+
+def _items_of(content: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the items of a container that can be filled, by key or index."""
+    kind = type(content)
+    if kind is list:
+        return enumerate(content)
+    # Most keys are strings.
+    if kind in _DICTS and all(type(key) in _ATOMS or _is_constant(key) for key in content):
+        return [*content.items()]
+    if kind is argparse.Namespace:
+        return ()
+    raise NotPlainError
 
 
 def _staging(

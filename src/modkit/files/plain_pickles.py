@@ -31,8 +31,9 @@ _INSTRUCTIONS_WITHOUT_LENGTH: Final = r"""(?:
     (?: BINPUT . | LONG_BINPUT ..[\x00-\x1f]\x00 )?
     (?: REDUCE | BINPERSID )
 
-    # Any other tuple holds only numbers: sizes and strides. torch.save never marks an empty batch.
-  | MARK (?: NUMBER{1,99} TUPLE | (?! APPENDS | SETITEMS | TUPLE ) )
+    # Any other tuple holds only numbers: sizes and strides. torch.save never marks an empty list,
+    # but a dict of 1,000 entries ends in a batch of none.
+  | MARK (?: NUMBER{1,99} TUPLE | (?! APPENDS | TUPLE ) )
   | NUMBER{3} TUPLE3
   | NUMBER{2} TUPLE2
   | NUMBER TUPLE1

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
+from modkit.files.inert import ITEM_SIZES
 from modkit.files.kinds import SAFETENSORS, SHARDED
-from modkit.files.pickle_limits import ITEM_SIZES
 from modkit.files.zip_archive import open_kept, read_some
 
 

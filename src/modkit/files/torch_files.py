@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from modkit.errors import FileError
 from modkit.files import kinds
-from modkit.files.inert import Content, InertTensor, Stored, read_pickle
-from modkit.files.pickle_limits import ITEM_SIZES
+from modkit.files.inert import ITEM_SIZES, Content, InertTensor, Stored, read_pickle
 from modkit.files.zip_archive import MOST_TEXT, Archive, read_some, size_of
 
 
@@ -29,6 +28,7 @@ class TorchFile:
 
     Attributes:
         content: The content, with tensors by description.
+        archive: The zip file; None for a file from before torch 1.6.
         has_checksums: False for a file from before torch 1.6, or one without checksums.
 
     Raises:
@@ -38,27 +38,28 @@ class TorchFile:
     def __init__(self, source: int | bytes, what: str) -> None:
         self._source = source
         self._what = what
-        self._archive: Archive | None = None
+        self.archive: Archive | None = None
         # Where the storages of an old file begin.
         self._places: dict[str, int] = {}
         # The storage that was read last: several tensors may lie in it.
         self._last: tuple[str, torch.UntypedStorage] | None = None
 
-        if kinds.kind_of(source) == kinds.LEGACY:
+        is_zip = read_some(source, 0, 2) == b"PK"
+        if not is_zip and kinds.kind_of(source) == kinds.LEGACY:
             self.has_checksums = False
             self.content: Content = self._read_old_content()
             return
         archive = kinds.archive_of(source, what, kinds.TORCH_SAVE)
         archive.text("data.pkl")
         archive.verify(name for name in archive.members if not name.startswith("data/"))
-        self._archive = archive
+        self.archive = archive
         # Without it, torch refuses the file.
         if archive.members.keys().isdisjoint(("version", ".data/version")):
             raise archive.corrupt("it has no version")
         self.has_checksums = archive.has_checksums
         if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
             raise archive.corrupt("its pickle is invalid")
-        self.content = read_pickle(archive.text("data.pkl"), what, archive.sizes)
+        self.content = read_pickle(archive.text("data.pkl"), what, len(archive.members))
         archive.check_storages(self.content.storages)
 
     def _read_old_content(self) -> Content:
@@ -72,7 +73,7 @@ class TorchFile:
                 end = max(at for _, _, at in pickletools.genops(opened) if at is not None) + 1
             except ValueError as error:
                 raise FileError(f"{self._what} is corrupt: {error}", kinds.LEGACY) from error
-            contents.append(read_pickle(data[place:end], self._what, {}))
+            contents.append(read_pickle(data[place:end], self._what))
             place = end
 
         # A number that identifies the format, its version, the system, the object, the keys.
@@ -125,7 +126,7 @@ class TorchFile:
 
         whole = self.content.storages[stored.key]
         storage = torch.UntypedStorage(whole.nbytes, device="cpu")
-        archive = self._archive
+        archive = self.archive
         if archive is not None:
             archive.read_into(f"data/{stored.key}", memory_of(storage))
             if archive.is_of_other_byte_order:

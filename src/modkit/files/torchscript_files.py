@@ -10,11 +10,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from modkit.errors import shown
+from modkit.errors import FileError, shown
 from modkit.files import kinds
+from modkit.files.inert import read_script_pickle
 from modkit.files.kinds import archive_of
 from modkit.files.operating_system import path_of
-from modkit.files.pickle_limits import pickle_problem
 from modkit.files.zip_archive import Archive, content_of, open_regular
 
 
@@ -116,9 +116,19 @@ def _check_members(archive: Archive) -> None:
 def _check_pickles(archive: Archive) -> None:
     """Check all pickles that jit.load reads, those of traces and of line numbers included."""
     for name in archive.members:
-        if name in _PICKLES or name == _SHAPES or name.endswith(_LINES):
-            # Tensors of the inputs are written without their content.
-            stored = archive.sizes if name in _PICKLES else {}
-            folder = _PICKLES.get(name, "")
-            if problem := pickle_problem(archive.text(name), stored, folder, reader="script"):
-                raise archive.corrupt(f"{name}: {problem}")
+        if name not in _PICKLES and name != _SHAPES and not name.endswith(_LINES):
+            continue
+        try:
+            content = read_script_pickle(archive.text(name))
+        except FileError:
+            raise
+        # The instructions do not fit together, or exceed a limit.
+        except Exception as error:
+            raise archive.corrupt(f"{name}: {error}") from error
+        # Tensors of the inputs are written without their content.
+        if name in _PICKLES:
+            stored = content.storages.values()
+            # A script has no values of tensors on the meta device, and reads none for them.
+            archive.check_storages(
+                {one.key: one for one in stored if one.location != "meta"}, _PICKLES[name]
+            )

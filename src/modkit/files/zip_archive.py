@@ -346,13 +346,14 @@ class Archive:
         """The size of each member."""
         return {name: member.file_size for name, member in self.members.items()}
 
-    def check_storages(self, storages: Mapping[str, Any]) -> None:
-        """Raise FileError unless each storage of a pickle has a member of its size."""
+    def check_storages(self, storages: Mapping[str, Any], folder: str = "data/") -> None:
+        """Raise FileError unless each storage of a pickle has a member of its size in a folder."""
         for key, stored in storages.items():
-            member = self.members.get(f"data/{key}")
+            member = self.members.get(f"{folder}{key}")
             if member is None or member.file_size != stored.nbytes:
                 size = member.file_size if member else "no"
-                raise self.corrupt(f"'data/{key}' has {size} bytes, {stored.nbytes} in the pickle")
+                reason = f"{folder}{key}' has {size} bytes, {stored.nbytes} in the pickle"
+                raise self.corrupt(f"'{reason}")
 
     def start_of(self, member: zipfile.ZipInfo, head: bytes = b"") -> int:
         """Return where the content of a member begins.

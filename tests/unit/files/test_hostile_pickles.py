@@ -151,7 +151,7 @@ def test_inspecting_odd_tensors(tmp_path):
 def test_storages_of_scripts(content, tmp_path):
     """Torch reads as many bytes as the pickle states, beyond the end of a smaller storage."""
     path = written(tmp_path, replaced(script(), {"data/0": content}))
-    reason = f"'data/0' has {len(content)} bytes, not 24"
+    reason = f"'data/0' has {len(content)} bytes, 24 in the pickle"
 
     assert str(refusal("jit.load", path)).endswith(reason)
 
