@@ -176,17 +176,17 @@ def test_neural_lam_739():
         assert resumed_model(torch.ones(2, 4, dtype=torch.float64)).dtype == torch.float64
 
 
-@for_each("damage", ["truncated", "empty", "text"])
+@for_each("change", ["truncated", "empty", "text"])
 @for_each("kind", ["torch", "safetensors"])
-def test_ultralytics_25428_and_voice_studio_1422(kind, damage, tmp_path):
-    """Damaged files raised whatever the reader happened to raise, without the name of the file."""
+def test_ultralytics_25428_and_voice_studio_1422(kind, change, tmp_path):
+    """Corrupt files raised whatever the reader happened to raise, without the name of the file."""
     path = tmp_path / f"model.{kind}"
     if kind == "torch":
         torch.save(network().state_dict(), path)
     else:
         save_file(network().state_dict(), path)
     whole = path.read_bytes()
-    path.write_bytes({"truncated": whole[:-100], "empty": b"", "text": b"<html>"}[damage])
+    path.write_bytes({"truncated": whole[:-100], "empty": b"", "text": b"<html>"}[change])
 
     with pytest.raises(FileError, match="model"):
         modkit.files.verify(path)
