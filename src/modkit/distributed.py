@@ -47,7 +47,8 @@ def export_average(
 
     All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
     ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the
-    file is complete.
+    file is complete. Of a PEFT model it writes the base and the adapters, under the names that they
+    have in that model; for an adapter file, call ``save_pretrained()`` inside ``EMA.applied()``.
 
     Args:
         ema: The averages, after one update or more.
