@@ -133,6 +133,14 @@ uninterrupted run:
 
 `python -m tests.suites.training_scripts FOLDER` repeats this with the checkouts in a folder.
 
+Five repositories that have averages of their own ran with their code on torch {averages_torch} ({averages_date}), on
+small networks. In the middle, `modkit.EMA` took the run over from their state. The difference is the largest between
+both averages after any further step, relative to the largest element of the tensor:
+
+{own_averages}
+
+`python -m tests.suites.own_averages FOLDER` repeats this.
+
 ## Model files in packages
 
 The commands ran on the model files that packages ship, with torch {files_torch} on {files_date}. No code of the packages
@@ -162,6 +170,7 @@ def page() -> str:
     suites = read("library_suites")
     compat = read("modkit_compat")
     scripts = read("training_scripts")
+    averages = read("own_averages")
     files = read("packaged_files")
     runs = sorted(compat["behaviors"].values(), key=lambda run: release(run["torch"]))
     return TEXT.format(
@@ -176,6 +185,9 @@ def page() -> str:
         scripts=scripts_table(scripts["scripts"]),
         averaged=sum("average" in row for row in scripts["scripts"].values()),
         resumed=resumed_table(scripts["scripts"]),
+        averages_torch=averages["torch"],
+        averages_date=averages["date"],
+        own_averages=own_averages_table(averages["rows"]),
         files_torch=files["torch"],
         files_date=files["date"],
         files=files_table(files["rows"]),
@@ -220,6 +232,21 @@ def behaviors_table(runs: list[dict[str, Any]]) -> str:
         for run in runs
     ]
     return table(["torch", "Python", *counts, "date"], rows)
+
+
+def own_averages_table(repositories: dict[str, Any]) -> str:
+    """Return the repositories whose averages were taken over, with the largest difference."""
+    rows = [
+        [
+            name,
+            row["what"].removesuffix("."),
+            row["steps"],
+            row["tensors"],
+            f"{row['difference']:.1e}",
+        ]
+        for name, row in repositories.items()
+    ]
+    return table(["repository", "average", "steps", "tensors", "difference"], rows, numbers=False)
 
 
 def files_table(packages: dict[str, Any]) -> str:
