@@ -1,7 +1,6 @@
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit import schedules
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import averaged, gradients, model_of, network, set_to, sgd
@@ -146,21 +144,6 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
 
 
 # --- the default decay -----------------------------------------------------------------------------
-
-
-def test_either_decay_or_schedule_is_enough() -> None:
-    """Both can be given alone; without either the decay warms up to 0.999."""
-    found = [
-        modkit.EMA(network(), decay=0.9),
-        modkit.EMA(network(), schedule=schedules.Constant(0.9)),
-        modkit.EMA(network()),
-    ]
-
-    assert [ema.schedules for ema in found] == [
-        [schedules.Constant(0.9)],
-        [schedules.Constant(0.9)],
-        [schedules.CountWarmup(0.999)],
-    ]
 
 
 # --- parameters without data -----------------------------------------------------------------------
@@ -303,74 +286,6 @@ def test_an_update_by_hand_after_an_attached_step_warns_once(given: bool) -> Non
     assert len(caught) == 1
     assert caught[0].filename == __file__
     assert ema.n_averaged == 6
-
-
-def other_averages(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Load another state of the averages."""
-    ema.update()
-    state = copy.deepcopy(ema.state_dict())
-    optimizer.step()
-    ema.load_state_dict(state)
-    ema.update()
-
-
-def skipped(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Update after a step that did not count."""
-    fused = torch.optim.SGD(net.parameters(), lr=0.1, fused=True)
-    ema.attach(fused)
-    optimizer.step()
-    fused.step()
-    fused.grad_scale, fused.found_inf = torch.ones(()), torch.ones(())
-    fused.step()
-    ema.update()
-
-
-def by_callback(ema: Any, net: nn.Module, optimizer: Any) -> None:
-    """Call the hooks of a callback that an optimizer updates."""
-    callback = modkit.EMACallback(net, optimizer)
-    optimizer.step()
-    callback.step()
-    callback.on_train_batch_end()
-    assert callback.ema.step == 1
-
-
-def step_and(act: Callable[[Any, Any], object]) -> Callable[..., None]:
-    """Return a step and what comes after it."""
-
-    def call(ema: Any, net: nn.Module, optimizer: Any) -> None:
-        optimizer.step()
-        act(ema, net)
-        ema.update()
-
-    return call
-
-
-ACTS: dict[str, Callable[..., object]] = {
-    # As libraries do that copy the weights at once.
-    "before the first step": lambda ema, net, optimizer: (ema.update(), optimizer.step()),
-    "of another model": lambda ema, net, optimizer: (
-        optimizer.step(),
-        ema.update(copy.deepcopy(net)),
-    ),
-    "detached": step_and(lambda ema, net: ema.detach()),
-    "another optimizer": step_and(lambda ema, net: sgd(net).step()),
-    "other weights": step_and(lambda ema, net: net.load_state_dict(network().state_dict())),
-    "other averages": other_averages,
-    "a step that was skipped": skipped,
-    "by a callback": by_callback,
-}
-
-
-@for_each("act", ACTS)
-def test_other_updates_by_hand_do_not_warn(act: str) -> None:
-    """No step counts twice, and the tests turn warnings into errors."""
-    net = network()
-    optimizer = sgd(net)
-    ema = modkit.EMA(net).attach(optimizer)
-    gradients(net)
-    ACTS[act](ema, net, optimizer)
-
-    assert ema.step >= 1
 
 
 # --- an optimizer that gets other parameters --------------------------------------------------------

@@ -2,14 +2,11 @@
 
 import contextlib
 import copy
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -18,8 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import modkit
-from modkit.averaging import optimizer_steps
-from modkit.distributed import load_averages
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.unit.averaging.recipes import COPIES, gradients, network, sgd
@@ -199,47 +194,6 @@ def test_optimizers_in_backward() -> None:
     assert ema.step == 4
 
 
-def test_optimizers_in_threads() -> None:
-    """A step in one thread is not inside the step that waits in another."""
-    net = network()
-    inside, go_on = threading.Event(), threading.Event()
-
-    class Waits(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> None:
-            inside.set()
-            assert go_on.wait(30)
-            super().step(closure)
-
-    first, second = Waits(net[0].parameters()), Calls(net[3].parameters())
-    ema = modkit.EMA(net).attach(first, second)
-    gradients(net)
-    thread = threading.Thread(target=first.step)
-    thread.start()
-    assert inside.wait(30)
-    second.step()
-    before = ema.step
-    go_on.set()
-    thread.join()
-
-    assert (before, ema.step) == (0, 1)
-
-
-@for_each("copied", COPIES)
-def test_a_copy_of_an_optimizer_updates_nothing(copied: Callable[[Any], Any]) -> None:
-    """Copies have no hooks; the original goes on."""
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters())
-    ema = modkit.EMA(net).attach(optimizer)
-    gradients(net)
-    optimizer.step()
-    copied(optimizer).step()
-    copied(ema)
-    optimizer.load_state_dict(copied(optimizer).state_dict())
-    optimizer.step()
-
-    assert ema.step == 2
-
-
 def test_a_copy_with_hooks_updates_nothing() -> None:
     """Where an optimizer copies its hooks, and the averages with them, those stay as they are."""
 
@@ -313,22 +267,6 @@ def test_a_checkpoint_between_the_steps_of_two_optimizers() -> None:
     assert (between, ema.step) == (0, 1)
 
 
-@for_each("call", [lambda one: one.step(), lambda one: one.step(closure=None)])
-@for_each("filled", ["gradients", "zeros", "none"])
-def test_an_ordinary_step_of_length_zero_counts(call: Callable[[Any], Any], filled: str) -> None:
-    """A warmup begins with a learning rate of 0, and gradients may be zero or missing."""
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.0)
-    ema = modkit.EMA(net).attach(optimizer)
-    if filled != "none":
-        gradients(net)
-    if filled == "zeros":
-        optimizer.zero_grad(set_to_none=False)
-    call(optimizer)
-
-    assert (ema.step, ema.n_averaged) == (1, 1)
-
-
 # --- steps that a fused optimizer skips ------------------------------------------------------------
 
 
@@ -374,17 +312,6 @@ def test_a_skipped_step_does_not_end_a_training_step() -> None:
         steps.append(ema.step)
 
     assert steps == [3, 3]
-
-
-def test_the_flag_is_not_read_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There it would be a host sync, so the steps that the kernel skips count."""
-    monkeypatch.setattr(optimizer_steps, "HOST_DEVICES", frozenset())
-    net = network()
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    ema = modkit.EMA(net).attach(optimizer)
-    scaled_steps(net, optimizer)
-
-    assert ema.step == 4
 
 
 # --- states between steps ------------------------------------------------------------------------
@@ -510,16 +437,3 @@ def test_a_state_of_a_run_with_other_optimizers(stepped: list[int]) -> None:
         steps.append(ema.step)
 
     assert steps == [3, 4, 5]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_distributed_checkpoint_keeps_the_steps(tmp_path: Path) -> None:
-    """`dcp.save` and `load_averages` carry the entry, and its absence."""
-    for steps in (3, 4):
-        run = Run()
-        run.go_on(steps)
-        dcp.save({"ema": run.ema}, checkpoint_id=tmp_path / str(steps))
-        other = Run()
-        load_averages(other.ema, tmp_path / str(steps))
-
-        assert freeze(other.ema.state_dict()) == freeze(run.ema.state_dict())

@@ -1,9 +1,7 @@
 """``AveragedModel`` beyond torch: options, copies, life time, exported names."""
 
-import gc
 import pickle
 import sys
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 
 from modkit import nn
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tests.cases import for_each
 from tests.models import set_weight
 from tests.unit.averaging.recipes import COPIES, layers
 
@@ -40,19 +37,6 @@ def test_exported_names_are_those_of_the_plain_model() -> None:
     other.load_state_dict(average.export_state_dict())
 
     assert other[0].weight.tolist() == [[3.0, 3.0], [3.0, 3.0]]
-
-
-def test_an_average_does_not_keep_its_model_alive() -> None:
-    """A model that nothing else holds is freed, with its weights."""
-    model = nn.Sequential(nn.Linear(2, 2))
-    average = half_average(model)
-    average.update_parameters(model)
-    module, weight = weakref.ref(model), weakref.ref(model[0].weight)
-    del model
-    gc.collect()
-
-    assert module() is None
-    assert weight() is None
 
 
 @pytest.mark.parametrize("way", COPIES)
@@ -117,48 +101,3 @@ def test_trainable_only_is_about_the_model_when_it_is_copied(copied: Callable[[A
     average.update_parameters(model)
     for name, value in weights(average).items():
         assert value.eq(4.0 if name.startswith("0.") else 2.0).all()
-
-
-@pytest.mark.parametrize("precision", ["stochastic", "fp64"])
-def test_a_lazy_model(precision: Any) -> None:
-    """A model may get its shapes after it was copied."""
-    model = nn.Sequential(nn.LazyLinear(2))
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
-    model(torch.ones(1, 3))
-    set_weight(model, 0.0)
-    average.update_parameters(model)
-    set_weight(model, 4.0)
-    average.update_parameters(model)
-    assert all(value.eq(2.0).all() for value in weights(average).values())
-
-
-def test_a_count_made_in_inference_mode_seeds_each_step() -> None:
-    """It has no version; the rounding is that of an ordinary count."""
-    model = layers(torch.bfloat16)
-    first, other = (half_average(model, precision="stochastic") for _ in range(2))
-    with torch.inference_mode():
-        other.n_averaged = torch.tensor(0)
-    for value in 1.0, 1.0078125, 1.0:
-        set_weight(model, value)
-        first.update_parameters(model)
-        with torch.inference_mode():
-            other.update_parameters(model)
-
-    assert all(torch.equal(weights(first)[name], value) for name, value in weights(other).items())
-
-
-@for_each("precision", ["stochastic", "same"])
-@for_each("size", [1, 3])
-def test_a_replaced_layer(precision: Any, size: int) -> None:
-    """A layer of another shape, on both sides, is averaged from there on, and so are the others."""
-    model = layers(torch.bfloat16)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
-    average.update_parameters(model)
-    for side in (model, average.module):
-        side[0] = nn.Linear(3, size).bfloat16()
-    set_weight(average.module, 0.0)
-    set_weight(model, 4.0)
-    average.update_parameters(model)
-    assert all(value.eq(2.0).all() for value in weights(average).values())
-    resumed = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5), precision=precision)
-    resumed.load_state_dict(average.state_dict())

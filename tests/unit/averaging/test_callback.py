@@ -64,19 +64,6 @@ def test_an_optimizer_counts_each_step_once() -> None:
     assert ema.ema.step == ema.ema.n_averaged == 2
 
 
-def test_a_list_with_one_optimizer() -> None:
-    """One optimizer may be given alone or in a list; an empty list equals None."""
-    net = network()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    ema, by_hand = modkit.EMACallback(net, [optimizer]), modkit.EMACallback(net, [])
-    batch_of(net, 0)
-    optimizer.step()
-    ema.step()
-    by_hand.step()
-
-    assert ema.ema.step == by_hand.ema.step == 1
-
-
 @pytest.mark.parametrize("name", ["step", "on_train_batch_end"])
 def test_without_an_optimizer_the_loop_says_when(name) -> None:
     """Each call of the hook is one update, with the weights that EMA would have."""
@@ -116,18 +103,6 @@ def two_averages(value: float = 8.0):
         set_to(model, weight)
         ema.step()
     return model, ema
-
-
-@pytest.mark.parametrize(("index", "expected"), [(None, 4.0), (0, 2.0), (1, 4.0)])
-def test_the_block_evaluates_the_average_that_it_names(index, expected) -> None:
-    """Without an index it is that of the callback, as it is set now."""
-    model, ema = two_averages()
-    ema.index = 1
-    with ema.evaluating(index=index) as inside:
-        seen = inside.weight.item(), inside.training
-
-    assert seen == (expected, False)
-    assert (model.weight.item(), model.training) == (8.0, True)
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -257,26 +232,6 @@ def test_hooks_put_the_average_in_and_out(kind) -> None:
     assert same_state(net, before)
 
 
-def test_hooks_and_blocks_in_any_order() -> None:
-    """A block that outlives the hooks, and hooks that outlive a block, restore the training weights."""
-    net, _, ema = loop()
-    before = state_of(net)
-    ema.on_validation_start()
-    with ema.evaluating():
-        ema.on_validation_end()
-        still = averaged(ema.ema, "0.weight").equal(net[0].weight)
-    after_hooks_first = same_state(net, before)
-    with ema.evaluating():
-        ema.on_validation_start()
-    beyond = averaged(ema.ema, "0.weight").equal(net[0].weight)
-    ema.on_validation_end()
-
-    assert still
-    assert after_hooks_first
-    assert beyond
-    assert same_state(net, before)
-
-
 @for_each("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 @for_each("precision", PRECISIONS)
 def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
@@ -296,17 +251,6 @@ def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
     assert averages_and_weights(net, ema) == averages_and_weights(
         *loop(5, precision=precision)[::2]
     )
-
-
-@pytest.mark.parametrize("hook", ["on_exception", "on_train_batch_start", "on_train_end"])
-def test_an_evaluation_that_was_left_is_ended(hook) -> None:
-    """The hook after an error in the validation restores the training weights."""
-    net, _, ema = loop()
-    before = state_of(net)
-    ema.on_validation_start()
-    getattr(ema, hook)()
-
-    assert same_state(net, before)
 
 
 def test_the_weights_come_back_with_a_lost_callback() -> None:
@@ -425,52 +369,3 @@ def test_resuming_is_as_not_stopping(accumulate, place, precision) -> None:
 
         assert saving == through
         assert resumed == through
-
-
-def frozen_twins() -> list[nn.Module]:
-    """Return two equal networks, of which the first layer does not train."""
-    nets = [network(), network()]
-    for net in nets:
-        net[0].requires_grad_(False)
-    return nets
-
-
-def train_by(net: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Take a step."""
-    batch_of(net, number)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@for_each("attached", [False, True])
-@for_each("first", ["update", "evaluating", "hook"])
-def test_layers_that_are_unfrozen_later(attached, first) -> None:
-    """They begin as copies, as after `rebind()`, and the other averages go on."""
-    net, other = frozen_twins()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (net, other)]
-    given = optimizers[0] if attached else None
-    callback = modkit.EMACallback(net, given, decay=[0.9, 0.5], trainable_only=True)
-    ema = modkit.EMA(other, [0.9, 0.5], trainable_only=True)
-    for number in range(5):
-        if number == 2:
-            net[0].requires_grad_(True)
-            other[0].requires_grad_(True)
-        if number == 2 and first == "evaluating":
-            with callback.evaluating():
-                assert net[0].weight.equal(other[0].weight)
-        elif number == 2 and first == "hook":
-            callback.on_validation_start()
-            callback.on_validation_end()
-        if number == 2 and first != "update":
-            ema.rebind()
-        train_by(net, optimizers[0], number)
-        callback.step()
-        train_by(other, optimizers[1], number)
-        if number == 2 and first == "update":
-            ema.rebind()
-        ema.update()
-
-    for index in (0, 1):
-        expected = dict(ema.named_averages(index))
-        assert "0.weight" in expected
-        assert equal([*dict(callback.ema.named_averages(index)).values()], [*expected.values()])

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.callback import EMAOptions
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
 from tests.helpers import freeze
@@ -199,19 +198,3 @@ def test_each_exception_is_raised(name: str, error: type[Exception], make: Any, 
 
     assert error.__name__ in contracts.entries(modkit.EMACallback, name, "Raises")
     assert before is None or freeze([ema.state_dict(), dict(ema.model.state_dict())]) == before
-
-
-def test_each_exception_has_a_row() -> None:
-    """No docstring names an exception that is not tested."""
-    tested = {(name, error.__name__) for name, error, *_ in ROWS}
-
-    assert contracts.raised(modkit.EMACallback) == tested
-
-
-def test_each_member_is_documented() -> None:
-    """The docstrings describe arguments and results; options are those that `EMA` describes."""
-    options = contracts.entries(EMAOptions, "__init__", "Attributes")
-
-    assert contracts.undocumented(modkit.EMACallback) == []
-    assert options == EMAOptions.__annotations__.keys()
-    assert options | {"model", "decay"} == contracts.entries(modkit.EMA, "__init__", "Args")

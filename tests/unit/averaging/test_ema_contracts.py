@@ -283,8 +283,3 @@ def test_what_the_constructor_refuses_is_stated(
 
     assert type(caught.value) is error
     assert error.__name__ in contracts.entries(modkit.EMA, "__init__", "Raises")
-
-
-def test_each_member_is_documented() -> None:
-    """The docstrings describe arguments and results."""
-    assert contracts.undocumented(modkit.EMA) == []

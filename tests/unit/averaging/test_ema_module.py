@@ -11,7 +11,7 @@ from torch import nn
 import modkit
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import COPIES, PRECISIONS, network, set_to, sgd, train
+from tests.unit.averaging.recipes import PRECISIONS, network, set_to, sgd, train
 
 
 def check(ema: "modkit.EMA[Any]") -> None:
@@ -50,21 +50,6 @@ def test_module_follows(precision: Any, dtype: torch.dtype) -> None:
         train(model, optimizer, step, step + 1)
 
 
-@for_each("buffers", ["copy", "average", "ignore"])
-@for_each("selection", [{"include": "0.*"}, {"exclude": "0.*"}, {}])
-def test_what_is_not_averaged_is_as_in_the_model(buffers: Any, selection: dict[str, Any]) -> None:
-    """Excluded parameters and ignored buffers follow the model."""
-    model = network()
-    optimizer = sgd(model)
-    ema = modkit.EMA(model, 0.9, buffers=buffers, **selection)
-    for step in range(4):
-        train(model, optimizer, step, step + 1)
-        ema.update()
-        check(ema)
-    model.load_state_dict({name: t + 1 for name, t in model.state_dict().items()})
-    check(ema)
-
-
 def test_module_shares_memory_with_averages_of_its_dtype() -> None:
     """It needs none of its own, and a model that was read once follows by itself."""
     model = network()
@@ -100,60 +85,6 @@ def grow(ema: "modkit.EMA[Any]") -> None:
     ema.rebind()
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "an earlier state": change_back,
-    "start anew": start_anew,
-    "grow": grow,
-    "cast": lambda ema: ema.to(dtype=torch.float64),
-    "cast the model": lambda ema: ema.model.double(),
-    "replace a layer": lambda ema: ema.model.__setitem__(0, nn.Linear(4, 6)),
-}
-
-
-@for_each("change", CHANGES)
-def test_module_after_a_change(change: str) -> None:
-    """It is up to date at once, and after the next update."""
-    model = network()
-    ema = modkit.EMA(model, 0.9)
-    for step in range(2):
-        train(model, sgd(model), step, step + 1)
-        ema.update()
-    check(ema)
-    CHANGES[change](ema)
-    check(ema)
-    train(model, sgd(model), 6, 7)
-    ema.update()
-    check(ema)
-
-
-@pytest.mark.parametrize("copied", COPIES)
-def test_copies_have_modules_of_their_own(copied: Callable[[Any], Any]) -> None:
-    """A copy of an EMA follows its own averages, and the original its own."""
-    model = network()
-    ema = modkit.EMA(model, 0.5)
-    ema.update()
-    _ = ema.module
-    other = copied(ema)
-    set_to(other.model, 3.0)
-    other.update()
-    check(ema)
-    check(other)
-    assert other.module is not ema.module
-
-
-@for_each("precision", PRECISIONS)
-def test_module_is_first_read_in_inference_mode(precision: Any) -> None:
-    """Evaluation usually runs in inference mode; training goes on afterwards."""
-    model = network(torch.bfloat16)
-    ema = modkit.EMA(model, 0.5, precision=precision)
-    ema.update()
-    with torch.inference_mode():
-        ema(torch.ones(3, 4, dtype=torch.bfloat16))
-    train(model, sgd(model), 0, 1)
-    ema.update()
-    check(ema)
-
-
 @for_each("precision", PRECISIONS)
 @for_each("made", ["before", "inside"])
 @for_each("updates", [0, 2])
@@ -174,19 +105,6 @@ def test_an_averaged_model_from_inference_mode_can_be_trained(
     assert not any(one.is_inference() for one in (*averaged.parameters(), *averaged.buffers()))
     assert all(parameter.grad is not None for parameter in averaged.parameters())
     assert averaged[0].weight.ne(before).any()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
-@for_each("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(3, 4))])
-def test_models_of_torchscript_can_be_averaged(compiled: Callable[[Any], Any]) -> None:
-    """A scripted module has no `requires_grad_()`; its copies need no gradients all the same."""
-    model = nn.Sequential(nn.Linear(4, 2))
-    ema = modkit.EMA(compiled(model), 0.5)
-    ema.update()
-    copies = ema.averaged_model(), ema.module
-
-    assert all(one(torch.ones(3, 4)).equal(model(torch.ones(3, 4))) for one in copies)
-    assert not any(one.training or any(p.requires_grad for p in one.parameters()) for one in copies)
 
 
 # --- references ------------------------------------------------------------------------------------

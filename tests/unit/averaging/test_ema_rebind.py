@@ -66,18 +66,6 @@ def test_rebind(change: str, precision: Any, dtype: torch.dtype) -> None:
             assert parameter.equal(values(ema)[name].to(dtype))
 
 
-def test_the_error_of_a_changed_model_names_rebind() -> None:
-    """The text says which method adapts the averages."""
-    model = layers()
-    ema = modkit.EMA(model)
-    ema.update()
-    add(model)
-    with pytest.raises(
-        NameMismatchError, match=r"changed on purpose, call EMA\.rebind\(\) and go on\."
-    ):
-        ema.update()
-
-
 # --- trainable_only --------------------------------------------------------------------------------
 
 
@@ -139,22 +127,6 @@ def test_a_model_without_trainable_parameters_is_refused(begun: bool) -> None:
 
 
 # --- buffers ---------------------------------------------------------------------------------------
-
-
-def test_copied_buffers_may_come_and_go() -> None:
-    """A buffer that is gone is not an average that misses its place in the model."""
-    model = layers()
-    model.register_buffer("scale", torch.ones(2))
-    ema = modkit.EMA(model)
-    ema.update()
-    del model.scale
-    ema.update()
-    assert "scale" not in values(ema)
-    with ema.applied():
-        pass
-    model.register_buffer("shift", torch.ones(2))
-    ema.update()
-    assert values(ema)["shift"].eq(1.0).all()
 
 
 def test_the_copy_of_a_buffer_that_was_tied_stays_until_the_next_update() -> None:
@@ -380,19 +352,6 @@ def test_parameters_that_were_renumbered_and_moved_start_again() -> None:
         assert torch.equal(found[f"{index}.weight"], ema.model[index].weight)
 
 
-def test_frozen_parameters_of_an_adapter_stay_averaged() -> None:
-    """With `trainable_only`, a parameter that is averaged stays so when it is frozen and renamed."""
-    ema = begun("updates", torch.float32, trainable_only=True)
-    before = values(ema)
-    ema.model.requires_grad_(False)
-    adapt(ema.model)
-    ema.rebind()
-    found = values(ema)
-
-    assert torch.equal(found["1.base_layer.weight"], before["1.weight"])
-    assert torch.equal(found["1.adapter.weight"], ema.model[1].adapter.weight)
-
-
 def test_a_renamed_parameter_need_not_be_finite() -> None:
     """Only a parameter that would be copied is checked."""
     ema = begun("updates", torch.float32, on_nonfinite="raise")
@@ -406,16 +365,6 @@ def test_a_renamed_parameter_need_not_be_finite() -> None:
         ema.model[5].bias.fill_(torch.inf)
     with pytest.raises(RuntimeError, match=r"^EMA: 5\.bias is not finite"):
         ema.rebind()
-
-
-def test_replaced_parameters_keep_their_names() -> None:
-    """Another object under the same name, as `load_state_dict(assign=True)` makes it, is the same one."""
-    ema = begun("updates", torch.float32)
-    before = values(ema)
-    ema.model.load_state_dict(copy.deepcopy(ema.model.state_dict()), assign=True)
-    ema.rebind()
-
-    assert all(torch.equal(value, before[name]) for name, value in values(ema).items())
 
 
 def test_rebind_lets_go_of_what_the_model_has_lost() -> None:

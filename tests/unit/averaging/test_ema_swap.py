@@ -2,7 +2,6 @@ import contextlib
 import copy
 import re
 import sys
-import threading
 import warnings
 
 import pytest
@@ -56,18 +55,6 @@ def test_pointers_change_places() -> None:
     assert counted.calls == []
 
 
-def test_without_an_average_nothing_is_applied() -> None:
-    """Before the first update the block sees the training weights, and copying has no effect."""
-    model = model_of([3.0])
-    ema = modkit.EMA(model, update_after_step=10)
-    ema.update()
-    with ema.applied():
-        inside = model.weight.item()
-    ema.copy_to()
-
-    assert inside == model.weight.item() == ema.averaged_model().weight.item() == 3.0
-
-
 def wrapping() -> nn.Module:
     """Return a model with a parameter and a buffer that wrap other tensors, and a plain one."""
     model = model_of([4.0])
@@ -113,42 +100,6 @@ def test_tensors_that_wrap_others_are_swapped(precision) -> None:
     assert seen == [expected[0], expected[0], expected[1], expected[0]]
     assert contents(model) == trained
     assert raw == trained[1]
-
-
-@for_each("by", ["forward", "backward"])
-def test_blocks_with_wrappers_end_in_any_order(by) -> None:
-    """A wrapper has the training weights after the last of two blocks has ended."""
-    model = wrapping()
-    ema = modkit.EMA(model, [0.5, 0.75])
-    ema.update()
-    moved(model, 4.0)
-    ema.update()
-    trained = contents(model)
-    blocks = [ema.applied(), ema.applied(index=1)]
-    for block in blocks:
-        block.__enter__()
-    for block in blocks if by == "forward" else blocks[::-1]:
-        block.__exit__(None, None, None)
-
-    assert contents(model) == trained
-
-
-def test_a_write_to_a_wrapper_inside_is_undone() -> None:
-    """The change is lost, and the error names the parameter; the average keeps its values."""
-    model = wrapping()
-    ema = modkit.EMA(model, 0.5)
-    ema.update()
-    before = contents(model)
-
-    def write() -> None:
-        with ema.applied(), torch.no_grad():
-            model.wrapper.add_(10)
-
-    with pytest.raises(RuntimeError, match=r"wrapper was written to.*the change is lost"):
-        write()
-
-    assert contents(model) == before
-    assert contents(ema.averaged_model()) == before
 
 
 @for_each("dtype", [torch.float32, torch.bfloat16])
@@ -256,30 +207,6 @@ def test_a_copied_buffer_of_another_shape_has_its_own_memory() -> None:
     assert averaged(ema, "position") == 0
 
 
-def test_restoring_drops_what_was_stored() -> None:
-    """The stored weights come back once, and cannot overwrite later ones."""
-    ema = half(network())
-    ema.store()
-    ema.restore()
-
-    with pytest.raises(RuntimeError, match="nothing is stored"):
-        ema.restore()
-
-
-def test_a_model_of_the_average() -> None:
-    """It is a copy of the class, in evaluation mode, without gradients, and shares nothing."""
-    net = network()
-    ema = half(net)
-    model = ema.averaged_model()
-    set_to(model, 7.0)
-
-    assert type(model) is type(net)
-    assert not model.training
-    assert net.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert not (averaged(ema, "0.weight") == 7.0).any()
-
-
 # --- several averages in one model at the same time ---------------------------------------------
 
 
@@ -319,51 +246,6 @@ def test_blocks_may_be_nested() -> None:
     assert (first.step, second.step) == (2, 1)
 
 
-def test_another_model_is_not_saved_as_the_raw_one() -> None:
-    """With the average in another model the state has no training weights: this model holds its own."""
-    model, other = model_of([8.0]), model_of([-99.0])
-    ema = half(model)
-    with ema.applied(other):
-        state = ema.state_dict()
-        ema.update()
-
-    assert "raw" not in state
-    assert ema.step == 3
-
-
-def test_blocks_may_end_in_any_order() -> None:
-    """The training weights are restored when the last of two overlapping blocks ends."""
-    model, first, second = two_averages()
-    outer, inner = first.applied(), second.applied()
-    outer.__enter__()
-    inner.__enter__()
-    outer.__exit__(None, None, None)
-    between = model.weight.item()
-    inner.__exit__(None, None, None)
-
-    assert (between, model.weight.item()) == (2.0, 8.0)
-    assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
-
-
-@for_each("copied", COPIES)
-@for_each("holds", ["applied", "copied"])
-def test_a_copy_made_meanwhile_has_the_training_weights(copied, holds) -> None:
-    """The copy goes on as if the model had never held the average."""
-    model = model_of([8.0])
-    ema = half(model)
-    if holds == "applied":
-        with ema.applied():
-            other = copied(ema)
-    else:
-        ema.store()
-        ema.copy_to()
-        other = copied(ema)
-    other.update()
-
-    assert other.model.weight.item() == 8.0
-    assert (averaged(other).item(), averaged(ema).item()) == (6.0, 4.0)
-
-
 class WithAverages(nn.Module):
     """A model that holds its own averages."""
 
@@ -390,59 +272,6 @@ def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
     assert other.ema.model is other
     assert torch.equal(other.linear.weight, expected)
     assert torch.equal(model.ema.averaged_model().linear.weight, expected - 1.0)
-
-
-def test_a_swap_that_ends_while_another_is_looked_up_hides_nothing(monkeypatch) -> None:
-    """Training weights are saved even if another thread leaves its block at that moment."""
-    from modkit.averaging.swap import Swap
-
-    first, second = half(network()), half(network())
-    position = Swap.position
-    with contextlib.ExitStack() as other:
-        other.enter_context(first.applied())
-
-        def leave(swap: Swap, tensor: torch.Tensor) -> int | None:
-            monkeypatch.undo()
-            other.close()
-            return position(swap, tensor)
-
-        with second.applied():
-            monkeypatch.setattr(Swap, "position", leave)
-            raw = second.state_dict()["raw"]
-
-    assert sorted(raw) == sorted(dict(second.named_averages()))
-
-
-def test_two_threads_may_swap_averages_into_one_model(monkeypatch) -> None:
-    """A thread that comes while another one swaps waits, so that the training weights are kept."""
-    from modkit.averaging.swap import Swap
-
-    net = network()
-    averages = [half(net), half(net)]
-    before = state_of(net)
-    inside, left = threading.Event(), threading.Event()
-    note = Swap._note
-
-    def swap() -> None:
-        with averages[1].applied():
-            inside.set()
-            left.wait(10)
-
-    other = threading.Thread(target=swap)
-
-    def start_the_other(swap: Swap) -> None:
-        monkeypatch.setattr(Swap, "_note", note)
-        other.start()
-        inside.wait(0.1)
-        note(swap)
-
-    monkeypatch.setattr(Swap, "_note", start_the_other)
-    with averages[0].applied():
-        inside.wait(10)
-    left.set()
-    other.join()
-
-    assert same_state(net, before)
 
 
 # --- members that are replaced inside a block ----------------------------------------------------
@@ -516,64 +345,6 @@ def test_replaced_members_are_put_back(change, ending, policy) -> None:
     ema.update()
 
 
-def test_what_has_no_average_may_change() -> None:
-    """A block may add modules and buffers, as lazy caches do, and replace ignored buffers."""
-    net = network()
-    ema = half(net, buffers="ignore")
-    with ema.applied():
-        net.add_module("head", nn.Linear(2, 1))
-        net[1].register_buffer("cache", torch.ones(2))
-        net[1].running_mean = torch.full((6,), 7.0)
-
-    assert isinstance(net.head, nn.Linear)
-    assert net[1].cache.eq(1).all()
-    assert net[1].running_mean.eq(7).all()
-
-
-# How a layer computes its weight, and how that is ended. Hooks do it, except in the first one.
-COMPUTES = {
-    "parametrization": (
-        utils.parametrizations.weight_norm,
-        lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
-    ),
-    "weight_norm": (utils.weight_norm, utils.remove_weight_norm),
-    "spectral_norm": (utils.spectral_norm, utils.remove_spectral_norm),
-    "mask": (
-        lambda layer: prune.l1_unstructured(layer, "weight", 2),
-        lambda layer: prune.remove(layer, "weight"),
-    ),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@for_each("kind", COMPUTES)
-@for_each("policy", ["copy", "average", "ignore"])
-@for_each("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_computed_weight_is_put_back(kind, policy, grad_mode) -> None:
-    """It is computed as before; nothing that took its place is left, and nothing of it is missing."""
-    compute, end = COMPUTES[kind]
-    net = network()
-    compute(net[0])
-    ema = half(net, buffers=policy)
-    batch = torch.ones(3, 4)
-    expected = net.eval()(batch)
-    before, buffers = state_of(net), dict(net.named_buffers())
-
-    def work() -> None:
-        with grad_mode(), ema.applied():
-            end(net[0])
-
-    with pytest.raises(RuntimeError, match=r"0\.\S*weight\S* or its module, was replaced"):
-        work()
-
-    assert same_state(net, before)
-    assert {name: id(b) for name, b in net.named_buffers()} == {
-        n: id(b) for n, b in buffers.items()
-    }
-    assert torch.equal(net(batch), expected)
-    ema.update()
-
-
 # --- between copy_to() and restore() ------------------------------------------------------------
 
 
@@ -629,18 +400,6 @@ def test_restoring_over_a_change_warns() -> None:
         ema.restore()
 
     assert torch.equal(net[0].weight, before["0.weight"])
-
-
-def test_another_model_gets_a_copy_without_a_window() -> None:
-    """A copy in another model leaves this one in training."""
-    net = network()
-    ema = half(net)
-    ema.store()
-    ema.copy_to(network())
-    ema.update()
-    ema.restore()
-
-    assert ema.step == 3
 
 
 def test_all_of_a_model_is_written_or_nothing() -> None:
@@ -772,18 +531,6 @@ def test_a_glob_asks_for_a_buffer_that_is_no_state() -> None:
     assert found == {"copy": [2.0] * 4, "average": [1.0] * 4}
 
 
-@for_each("kind", ["sum", "grown"])
-def test_an_averaged_buffer_that_an_evaluation_writes_to(kind: str) -> None:
-    """The average itself would change: the error names the option."""
-    model = Cached(kind)
-    ema = half(model, buffers="average")
-    with (
-        pytest.raises(RuntimeError, match=r"position.*buffers=\{'position': 'ignore'\}"),
-        ema.applied(),
-    ):
-        model(torch.ones(1, 2))
-
-
 @for_each("policy", ["copy", "average"])
 @for_each("with_statistics", [False, True])
 @for_each("wrapped", [False, True])
@@ -806,24 +553,6 @@ def test_batch_normalization_in_training_mode_is_noticed(
         net.train()(torch.randn(8, 4))
 
     assert same_state(net, before)
-
-
-def test_training_weights_inside_an_evaluation_may_write_to_copied_buffers() -> None:
-    """The model's own buffer counts on, as in an evaluation without averages."""
-    model = Cached()
-    callback = modkit.EMACallback(model, decay=0.5)
-    callback.step()
-    with callback.evaluating(), callback.evaluating_training_weights():
-        model(torch.ones(1, 2))
-
-    assert model.position == 1
-
-
-def test_a_glob_for_integers_may_say_average() -> None:
-    """They have no average, so they are copied."""
-    ema = half(Cached(), buffers={"*": "average"})
-
-    assert dict(ema.named_averages())["position"].dtype == torch.int64
 
 
 def unusual(kind: str) -> torch.Tensor:
@@ -977,21 +706,3 @@ def test_swaps_inside_autocast(swap: str, gradients: bool) -> None:
             outputs.append(model(inputs).item())
 
     assert outputs == [-3.0, -1.5, -3.0, -1.5, -3.0]
-
-
-def test_training_weights_inside_autocast() -> None:
-    """The block of the callback with the training weights is one, too."""
-    model = nn.Linear(2, 1)
-    inputs = torch.ones(1, 2)
-    set_to(model, 0.0)
-    callback = modkit.EMACallback(model, decay=0.5)
-    callback.step()
-    set_to(model, -1.0)
-    callback.step()
-
-    with torch.autocast("cpu", dtype=torch.bfloat16), callback.evaluating():
-        average = model(inputs).item()
-        with callback.evaluating_training_weights():
-            raw = model(inputs).item()
-
-    assert (average, raw) == (-1.5, -3.0)

@@ -83,21 +83,6 @@ def test_to_a_dtype(precision: Any, dtype: torch.dtype, begun: bool) -> None:
         assert {tensor.dtype for _, tensor in ema.named_averages(index)} == {dtype}
 
 
-@for_each(("precision", "dtype"), [one for one in CASTS if one[1] != torch.float16])
-def test_resume_after_to(precision: Any, dtype: torch.dtype) -> None:
-    """An EMA that was cast in the same way goes on bitwise from a saved state."""
-    first = modkit.EMA(layers(), decay=0.9, precision=precision)
-    after(first, 0, 4)
-    first.to(dtype=dtype)
-    after(first, 4, 6)
-    resumed = modkit.EMA(layers(), decay=0.9, precision=precision).to(dtype=dtype)
-    resumed.load_state_dict(first.state_dict())
-    for ema in (first, resumed):
-        after(ema, 6, 9)
-    expected = values(first)
-    assert all(value.equal(expected[name]) for name, value in values(resumed).items())
-
-
 NARROW = [
     ("fp32", torch.bfloat16, torch.float32),
     ("fp32", torch.float16, torch.float32),
@@ -157,17 +142,3 @@ def test_to_in_inference_mode() -> None:
         ema.to("cpu", torch.float64)
     after(ema, 2, 4)
     assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float64}
-
-
-def test_a_buffer_that_has_become_none() -> None:
-    """There is nothing to move of it, until it is a tensor again."""
-    model = layers()
-    model.register_buffer("scale", torch.ones(2))
-    ema = modkit.EMA(model)
-    after(ema, 0, 1)
-    model.scale = None
-    after(ema, 1, 2)
-    ema.to("cpu")
-    model.scale = torch.zeros(3)
-    after(ema, 2, 3)
-    assert dict(ema.named_averages())["scale"].equal(torch.zeros(3))

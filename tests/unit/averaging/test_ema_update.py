@@ -19,7 +19,6 @@ from modkit.schedules import (
 )
 from tests.cases import for_each
 from tests.unit.averaging.recipes import (
-    PRECISIONS,
     averaged,
     model_of,
     network,
@@ -215,34 +214,6 @@ def test_include_and_exclude() -> None:
 # --- buffers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("buffers", ["copy", "average", "ignore"])
-def test_integer_buffers_are_the_models(buffers) -> None:
-    """The counter of batch normalization is copied whatever the policy, and never averaged."""
-    net = network()
-    ema = modkit.EMA(net, decay=0.999, buffers=buffers)
-    for _ in range(300):
-        net(torch.randn(4, 4))
-        ema.update()
-
-    assert averaged(ema, "1.num_batches_tracked").item() == 300
-
-
-def test_policies_of_buffers() -> None:
-    """Float buffers are copied, averaged or left out, name by name where a dict says so."""
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(1))
-    for name in ("copied", "mean", "left", "transient"):
-        model.register_buffer(name, torch.zeros(1), persistent=name != "transient")
-    ema = modkit.EMA(model, decay=0.75, buffers={"mean": "average", "left": "ignore"})
-    ema.update()
-    for name in ("copied", "mean", "left", "transient"):
-        getattr(model, name).fill_(4.0)
-    ema.update()
-    found = {name: value.item() for name, value in ema.named_averages()}
-
-    assert found == {"weight": 0.0, "mean": 1.0, "copied": 4.0}
-
-
 def test_an_averaged_buffer_may_be_replaced() -> None:
     """A forward may register another tensor of the same shape, whose values enter the average."""
     model = model_of(0.0)
@@ -273,44 +244,6 @@ def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:
 
 
 # --- odd tensors -----------------------------------------------------------------------------------
-
-
-@for_each(
-    "dtype",
-    [torch.complex64, torch.complex128, torch.float16, torch.float64, torch.float8_e4m3fn],
-    ids=str,
-)
-@for_each("precision", PRECISIONS)
-def test_kinds_of_numbers(dtype, precision) -> None:
-    """Complex numbers, numbers of 64, 16 and of 8 bits have averages in each precision."""
-    model = model_of([0.0, 1.0], dtype)
-    ema = modkit.EMA(model, decay=0.5, precision=precision)
-    ema.update()
-    set_to(model, [1.0, 0.0])
-    ema.update()
-
-    expected = torch.tensor([0.5, 0.5], dtype=torch.complex128)
-    assert torch.equal(averaged(ema).to(torch.complex128), expected)
-
-
-def test_integers_empty_and_channels_last() -> None:
-    """Integer parameters are copied; empty tensors and tensors in another layout are averaged."""
-    model = nn.Module()
-    model.count = nn.Parameter(torch.tensor(3), requires_grad=False)
-    model.none = nn.Parameter(torch.zeros(0, 2))
-    image = torch.arange(24.0).reshape(1, 2, 3, 4).to(memory_format=torch.channels_last)
-    model.image = nn.Parameter(image.clone())
-    ema = modkit.EMA(model, decay=0.5, precision="fp64")
-    ema.update()
-    with torch.no_grad():
-        model.image.zero_()
-    model.count.data.fill_(9)
-    ema.update()
-
-    assert averaged(ema, "count").item() == 9
-    assert averaged(ema, "none").shape == (0, 2)
-    assert torch.equal(averaged(ema, "image"), (image / 2).double())
-    assert averaged(ema, "image").is_contiguous(memory_format=torch.channels_last)
 
 
 def test_lazy_layers_wait_for_their_shape() -> None:

@@ -100,22 +100,6 @@ def test_the_next_update_drops_them(buffers: Any) -> None:
     assert ends[0] == ends[1]
 
 
-@for_each("face", ["EMA", "EMACallback"])
-def test_batches_are_moved_to_the_device(face: str) -> None:
-    """The loader may yield batches that are elsewhere."""
-    moves: list[Any] = []
-
-    class Recorder(Tensor):
-        def to(self, *args: Any) -> Tensor:  # type: ignore[override]
-            moves.append(args)
-            return self.as_subclass(Tensor)
-
-    device = torch.device("cpu")
-    trained(face).update_bn([batch.as_subclass(Recorder) for batch in batches()], device)
-
-    assert moves == [(device,)] * 3
-
-
 class Scaled(nn.Module):
     """A network with two inputs, of which one is a keyword."""
 
@@ -255,19 +239,6 @@ def test_moving_keeps_them_and_rebinding_drops_them() -> None:
     assert sorted(dict(ema.averaged_model().named_buffers())) == []
 
 
-def test_a_model_without_batch_normalization_is_left_alone() -> None:
-    """As torch's function does, it reads no data."""
-    model = nn.Linear(2, 2)
-    ema = modkit.EMA(model)
-    ema.update()
-    before = freeze(ema.state_dict())
-    loader = iter([torch.ones(1, 2)])
-    ema.update_bn(loader)
-
-    assert len(list(loader)) == 1
-    assert freeze(ema.state_dict()) == before
-
-
 # --- refused ---------------------------------------------------------------------------------------
 
 
@@ -313,14 +284,3 @@ def test_a_model_that_holds_an_average_is_refused(block: str, buffers: Any, part
         update_bn(batches(), part(model))
 
     assert (freeze(callback.state_dict()), held(model)) == before
-
-
-def test_other_models_are_not_refused() -> None:
-    """An averaged model, and a model in which nothing is swapped, get their statistics."""
-    callback = trained("EMACallback")
-    averaged = callback.ema.averaged_model()
-    with callback.evaluating():
-        update_bn(batches(), averaged)
-    update_bn(batches(), callback.model)
-
-    assert freeze(averaged.state_dict()) == freeze(by_torch(callback.ema, 0).state_dict())

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 import modkit
-from modkit import schedules
 from modkit.averaging.callback import check_options
 from modkit.distributed import export_average
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
-from tests.unit.averaging.recipes import averaged, model_of, network
+from tests.unit.averaging.recipes import model_of, network
 
 
 FACES = [modkit.EMA, modkit.EMACallback, AveragedModel]
@@ -149,24 +148,6 @@ def test_an_index_that_no_average_has(
 NUMBER = "must be a number, a schedule or a function of the step"
 
 
-@for_each("face", [modkit.EMA, modkit.EMACallback])
-@for_each(
-    ("options", "message"),
-    [
-        ({"decay": "0.99"}, f"EMA: decay {NUMBER}, got '0.99'"),
-        ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
-        ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
-        ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
-        ({"schedule": schedules.Equal}, r"EMA: schedule must be an instance, such as Equal\(...\)"),
-        ({"schedule": [0.5, schedules.Power]}, r"EMA: schedule must be an instance, such as Power"),
-    ],
-)
-def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str) -> None:
-    """The error names the argument and the whole value."""
-    with pytest.raises(TypeError, match=message):
-        face(network(), **options)
-
-
 # --- delays that are set later -------------------------------------------------------------------------
 
 
@@ -181,27 +162,6 @@ def test_delays_that_are_set_to_other_numbers() -> None:
         assert (one.update_every, one.update_after_step, one.n_averaged) == (3, 2, 2)
         state = one.state_dict()
         assert (state["update_every"], state["update_after_step"]) == (3, 2)
-
-
-def test_subclasses_may_define_the_delays() -> None:
-    """A class attribute or a property of a subclass replaces the checked one."""
-
-    class Ours(modkit.EMA[nn.Module]):
-        @property
-        def update_every(self) -> int:  # type: ignore[override]
-            return 2
-
-        @update_every.setter
-        def update_every(self, value: int) -> None:
-            assert value == 1
-
-    ema = Ours(model_of(torch.ones(2)), 0.5)
-    for _ in range(3):
-        ema.update()
-
-    assert (ema.update_every, ema.n_averaged) == (2, 2)
-    assert averaged(ema).tolist() == [1.0, 1.0]
-    assert not hasattr(modkit.EMA, "update_every")
 
 
 def test_a_model_that_contains_itself_is_named():

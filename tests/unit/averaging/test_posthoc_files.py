@@ -39,31 +39,6 @@ def save_walk(directory, path, every=100):
             save_snapshot(directory, tensors, step=step, sigma_rel=sigma_rel)
 
 
-def test_earlier_step(tmp_path):
-    """An average of an earlier step is that of a run that ended there: later files do not matter."""
-    path = walk(2000, 8)
-    save_walk(tmp_path / "whole", path)
-    save_walk(tmp_path / "half", path[:1000])
-
-    ours = reconstruct(tmp_path / "whole", 0.15, step=1000)
-
-    half = reconstruct(tmp_path / "half", 0.15)
-    assert torch.equal(ours.averages["weight"], half.averages["weight"])
-    assert ours.fit == half.fit
-    assert max(snapshot.step for snapshot in ours.snapshots) == 1000
-
-
-def test_snapshot_that_was_asked_for(tmp_path):
-    """Where the wanted average was saved, it comes back with all its bits."""
-    path = walk(300, 8)
-    save_walk(tmp_path, path)
-
-    result = reconstruct(tmp_path, 0.05, step=200)
-
-    assert torch.equal(result.averages["weight"], power_average(path, 0.05)[199])
-    assert result.fit.error == 0
-
-
 @for_each(
     ("sigma_rel", "step", "text"),
     [
@@ -81,25 +56,6 @@ def test_extrapolation_is_refused(tmp_path, sigma_rel, step, text):
 
     with pytest.raises(ValueError, match=text):
         reconstruct(tmp_path, sigma_rel, step=step)
-
-
-def test_dtypes_of_odd_tensors(tmp_path):
-    """Complex, 16-bit and integer tensors are saved as they are."""
-    tensors = {
-        "complex": torch.tensor([1 + 2j]),
-        "narrow": torch.ones(2, dtype=torch.bfloat16),
-        "scalar": torch.tensor(0.0),
-    }
-    buffers = {"count": torch.tensor(7)}
-
-    save_snapshot(tmp_path, tensors, buffers=buffers, step=5, sigma_rel=0.1)
-    result = reconstruct(tmp_path, 0.1)
-
-    assert result.averages["complex"].tolist() == [1 + 2j]
-    assert result.averages["complex"].dtype == torch.complex64
-    assert result.averages["narrow"].dtype == torch.float32
-    assert result.averages["scalar"].shape == ()
-    assert result.buffers["count"].item() == 7
 
 
 def test_buffers_are_those_of_the_latest_snapshot(tmp_path):
@@ -147,15 +103,6 @@ def test_interrupted_write(tmp_path, monkeypatch):
     assert reconstruct(tmp_path, 0.1).averages["weight"].item() == 1
 
 
-def test_left_over_files_are_no_snapshots(tmp_path):
-    """Leftovers of a killed process, and checkpoints in the folder, are ignored."""
-    save_walk(tmp_path, walk(100, 2))
-    for name in (".ema-0000000200-0.05.pt.1.tmp", "checkpoint.pt"):
-        (tmp_path / name).write_bytes(b"unfinished")
-
-    assert [snapshot.step for snapshot in find_snapshots(tmp_path)] == [100, 100]
-
-
 @for_each(("step", "sigma_rel"), [(0, 0.1), (-3, 0.1), (2**53 + 1, 0.1), (3, 0.3), (3, -1)])
 def test_a_snapshot_that_could_not_be_read(tmp_path, step, sigma_rel):
     """It is not written: its folder could not be read any more."""
@@ -163,19 +110,6 @@ def test_a_snapshot_that_could_not_be_read(tmp_path, step, sigma_rel):
         save_snapshot(tmp_path, {"weight": torch.ones(1)}, step=step, sigma_rel=sigma_rel)
 
     assert find_snapshots(tmp_path) == [*tmp_path.iterdir()] == []
-
-
-def test_order_is_by_step_not_by_name(tmp_path):
-    """The order of the files, and how they are named, does not matter."""
-    save_walk(tmp_path, walk(300, 2))
-    found = find_snapshots(tmp_path)
-
-    shuffled = [str(found[i].path) for i in (4, 0, 5, 2, 1, 3)]
-
-    assert reconstruct(shuffled, 0.15, max_error=1).snapshots == tuple(found)
-    assert [(each.step, each.sigma_rel) for each in found] == [
-        (step, width) for step in (100, 200, 300) for width in (0.05, 0.1)
-    ]
 
 
 def test_snapshots_of_different_models(tmp_path):
@@ -191,14 +125,6 @@ def test_snapshots_of_different_models(tmp_path):
 
         with pytest.raises(NameMismatchError, match=f"does not fit .* before it: .*{problem}"):
             reconstruct(folder, 0.15, max_error=5)
-
-
-def test_other_files(tmp_path):
-    """A file that is not a snapshot is an error that names it."""
-    torch.save({"weight": torch.ones(1)}, tmp_path / "ema-1.pt")
-
-    with pytest.raises(ValueError, match=r"ema-1\.pt is not a snapshot of an average"):
-        reconstruct(tmp_path, 0.1)
 
 
 # A process that has not freed memory, since reusing it would not be counted.
@@ -291,15 +217,6 @@ def test_coefficients_are_those_of_edm2(every, last, sigma_rel):
     reference = edm2_coefficients(averages, sigma_rel, last)
     assert np.abs(np.array(fit.coefficients) - reference).max() <= 1e-10
     assert math.fsum(fit.coefficients) == pytest.approx(1, abs=1e-12)
-
-
-def test_later_averages_are_left_out():
-    """An average that is later than the wanted step gets no weight and changes no other."""
-    early = grid((0.05, 0.1), 100, 1000)
-
-    fit = fit_power([(0.05, 2000), *early, (0.1, 1100)], 0.15, 1000)
-
-    assert fit.coefficients == (0.0, *fit_power(early, 0.15, 1000).coefficients, 0.0)
 
 
 @for_each("sigma_rel", [0.03, 0.15])

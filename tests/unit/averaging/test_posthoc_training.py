@@ -1,11 +1,9 @@
-import io
-
 import pytest
 import torch
 from torch import nn
 
 import modkit
-from modkit.averaging.posthoc import PostHocEMA, find_snapshots
+from modkit.averaging.posthoc import PostHocEMA
 from modkit.errors import NameMismatchError
 from modkit.schedules import Power, profile
 from tests.cases import for_each
@@ -41,23 +39,6 @@ def test_a_snapshot_between_updates_has_the_step_of_the_latest_update(tmp_path):
     assert [snapshot.step for snapshot in averages.snapshot()] == [2, 2]
 
 
-def test_buffers_and_integers(tmp_path):
-    """Buffers of the model are in the snapshot as they are, and come back."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    averages = PostHocEMA(model, tmp_path, snapshot_every=3)
-    for _ in range(3):
-        model(torch.randn(4, 2))
-        averages.update()
-    saved = model[1].running_mean.clone()
-
-    fresh = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    averages.reconstruct(0.1).copy_to(fresh)
-
-    assert torch.equal(fresh[1].running_mean, saved)
-    assert fresh[1].num_batches_tracked.item() == 3
-    assert torch.equal(fresh[0].weight, model[0].weight)
-
-
 def test_a_snapshot_inside_another_average(tmp_path):
     """It has the buffers of the training, not those that the other average has swapped in."""
     model = nn.BatchNorm1d(2)
@@ -73,53 +54,6 @@ def test_a_snapshot_inside_another_average(tmp_path):
 
     assert swapped_in == [1.5, 1.5]
     assert averages.reconstruct(0.1).buffers["running_mean"].tolist() == [2.0, 2.0]
-
-
-def test_tied_parameters(tmp_path):
-    """A parameter with two names is averaged once, and stays tied in the model that it is written to."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
-    model[1].weight = model[0].weight
-    averages = PostHocEMA(model, tmp_path, snapshot_every=2)
-    for value in (1.0, 0.0):
-        nn.init.constant_(model[0].weight, value)
-        averages.update()
-
-    result = averages.reconstruct(0.1)
-    result.copy_to(model)
-
-    expected = Power(0.1)(1)
-    assert result.averages.keys() == {"0.weight"}
-    assert model[1].weight is model[0].weight
-    assert model[1].weight.item() == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("stop", [1, 37])
-def test_resume(tmp_path, stop):
-    """A run that was saved and went on has the files and the averages of one that was not, bit for bit."""
-    folders = [tmp_path / "whole", tmp_path / "parts"]
-    for folder in folders:
-        torch.manual_seed(0)
-        model = nn.Linear(2, 2)
-        generator = torch.Generator().manual_seed(1)
-        averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
-        train(averages, model, stop, generator)
-        if folder is folders[1]:
-            file = io.BytesIO()
-            torch.save(averages.state_dict(), file)
-            file.seek(0)
-            averages = PostHocEMA(model, folder, snapshot_every=20, update_every=2)
-            averages.load_state_dict(torch.load(file, weights_only=True))
-        train(averages, model, 120 - stop, generator)
-
-    whole, parts = (find_snapshots(folder) for folder in folders)
-    assert [(each.step, each.sigma_rel) for each in whole] == [
-        (each.step, each.sigma_rel) for each in parts
-    ]
-    for ours, theirs in zip(parts, whole, strict=True):
-        assert torch.equal(
-            torch.load(ours.path, weights_only=True)["averages"]["weight"],
-            torch.load(theirs.path, weights_only=True)["averages"]["weight"],
-        )
 
 
 def test_files_of_an_abandoned_run(tmp_path):
@@ -168,17 +102,6 @@ def test_other_model(tmp_path):
     with pytest.raises(NameMismatchError, match="the snapshots: 1 unexpected: scale"):
         result.copy_to(other)
     assert other.weight.item() == before
-
-
-def test_no_average_yet(tmp_path):
-    """Before the first update there is nothing to save, and no average to put together."""
-    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=5)
-    averages.update()
-
-    with pytest.raises(RuntimeError, match="no average to save before the first update"):
-        averages.snapshot()
-    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 1 in {tmp_path}"):
-        averages.reconstruct(0.1)
 
 
 def test_a_state_is_loaded_into_tensors_of_its_own(tmp_path):
@@ -257,16 +180,6 @@ def test_refused_options(tmp_path, options, error, text):
     """Invalid numbers are refused when the averages are created."""
     with pytest.raises(error, match=text):
         PostHocEMA(nn.Linear(1, 1), tmp_path, **options)
-
-
-def test_the_interval_of_snapshots_can_be_changed(tmp_path):
-    """The next updates follow it."""
-    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
-    averages.snapshot_every = 4
-    for _ in range(4):
-        averages.update()
-
-    assert len(find_snapshots(tmp_path)) == 2
 
 
 INVALID = "the state of modkit.PostHocEMA is invalid:"

@@ -1,1 +1,0 @@
-"""The loading of state dicts in other libraries beside modkit's."""
