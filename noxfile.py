@@ -308,8 +308,6 @@ def lightzero(session: nox.Session) -> None:
         return
     folders = ("tests/integration/lightzero", "tests/unit/models")
     session.run("pytest", *folders, *session.posargs, env=TEST_ENVIRONMENT)
-    folder = "tests/property/lightzero"
-    session.run("pytest", "-m", "property", folder, *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from _render.comparison import AVERAGES, STATE_DICTS
+from _render.comparison import AVERAGES
 from _render.stored_results import ROOT, file_of, read, release, today, write
 from _render.tested_with import COUNTS
 
@@ -50,11 +50,12 @@ def store_times(kind: str, *options: str) -> None:
     write("averaging_libraries", {**results, kind: {**times, "date": today()}})
 
 
-def features_of(folder: str, libraries: dict[str, str]) -> dict[str, Any]:
-    """Run every cell of a table of features; needs the libraries of `nox -s ecosystem`."""
+def features_of_averages() -> dict[str, Any]:
+    """Run every cell of the table of averages; needs the libraries of `nox -s ecosystem`."""
     warnings.simplefilter("ignore")
-    cases = importlib.import_module(f"tests.integration.{folder}.features")
-    peers = importlib.import_module(f"tests.integration.{folder}.peers").PEERS
+    cases = importlib.import_module("tests.integration.averaging_peers.features")
+    peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
+    libraries = [*AVERAGES]
     names = {library: peers[library].distribution for library in libraries}
     return {
         "date": today(),
@@ -62,7 +63,7 @@ def features_of(folder: str, libraries: dict[str, str]) -> dict[str, Any]:
             library: version(name).partition("+")[0] if name else None
             for library, name in names.items()
         },
-        "libraries": [*libraries],
+        "libraries": libraries,
         "features": {
             feature: [cases.outcome(feature, library) for library in libraries]
             for feature in cases.FEATURES
@@ -72,13 +73,7 @@ def features_of(folder: str, libraries: dict[str, str]) -> dict[str, Any]:
 
 def averaging_libraries() -> None:
     """Renew the table of averages."""
-    features = features_of("averaging_peers", AVERAGES)
-    write("averaging_libraries", {**read("averaging_libraries"), **features})
-
-
-def state_dict_libraries() -> None:
-    """Renew the table of state dicts of older versions."""
-    write("state_dict_libraries", features_of("state_dict_peers", STATE_DICTS))
+    write("averaging_libraries", {**read("averaging_libraries"), **features_of_averages()})
 
 
 def modkit_compat() -> None:
@@ -173,6 +168,5 @@ COMMANDS = {
     "peers": peers,
     "gpu_peers": gpu_peers,
     "averaging_libraries": averaging_libraries,
-    "state_dict_libraries": state_dict_libraries,
     "modkit_compat": modkit_compat,
 }

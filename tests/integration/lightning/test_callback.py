@@ -56,40 +56,6 @@ def test_resuming_is_as_not_stopping(precision, accumulate, place, tmp_path, who
     assert runs.numbers_of(net, ema) == through
 
 
-def test_the_average_is_that_of_an_ordinary_loop(tmp_path) -> None:
-    """The Trainer changes nothing about the average, nor the average about training."""
-    net, ema, _ = runs.fit(tmp_path)
-    plain, _, _ = runs.fit(tmp_path, ema=pl.Callback())
-    model = runs.Net()
-    optimizer = model.configure_optimizers()
-    reference = modkit.EMA(model, decay=0.9).attach(optimizer)
-    for _ in range(2):
-        for batch in runs.Batches():
-            optimizer.zero_grad()
-            model.training_step(batch, 0).backward()
-            optimizer.step()
-
-    expected = dict(reference.named_averages())
-    assert all(map(torch.equal, net.state_dict().values(), plain.state_dict().values()))
-    assert all(map(torch.equal, net.state_dict().values(), model.state_dict().values()))
-    assert all(torch.equal(value, expected[name]) for name, value in ema.ema.named_averages())
-    assert ema.ema.n_averaged == 2 * runs.BATCHES
-
-
-def test_only_what_is_chosen_is_averaged(tmp_path) -> None:
-    """The options reach EMA: an excluded layer keeps its training weights in evaluation."""
-    ema = EMACallback(
-        0.9, include="net.0.*", buffers="ignore", update_after_step=3, precision="fp64"
-    )
-    _, ema, _ = runs.fit(tmp_path, ema=ema)
-
-    # The counter of the batch normalization is an integer, and copied whatever is chosen.
-    names = {name for name, _ in ema.ema.named_averages()}
-    assert names == {"net.0.weight", "net.0.bias", "net.1.num_batches_tracked"}
-    assert runs.average_of(ema).dtype == torch.float64
-    assert (ema.ema.step, ema.ema.n_averaged) == (2 * runs.BATCHES, 2 * runs.BATCHES - 3)
-
-
 # Evaluation.
 
 
@@ -107,22 +73,6 @@ def test_validation_sees_the_average(tmp_path) -> None:
     assert all(map(torch.equal, validations[::2], watch.averages[1::2]))
     assert all(map(torch.equal, validations[1::2], watch.averages[1::2]))
     assert torch.equal(model.net[0].weight, watch.raw[-1])
-
-
-def test_test_and_prediction_see_the_average(tmp_path) -> None:
-    """A validation by itself sees it too; afterwards the model has its training weights."""
-    net, ema, trainer = runs.fit(tmp_path)
-    before = {name: value.clone() for name, value in net.state_dict().items()}
-    data = runs.Batches(1)
-    net.seen["validate"].clear()
-    trainer.validate(net, data, verbose=False)
-    trainer.test(net, data, verbose=False)
-    trainer.predict(net, data)
-
-    for seen in net.seen.values():
-        assert torch.equal(seen[-1], runs.average_of(ema))
-        assert len(seen) == 1
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

@@ -116,23 +116,6 @@ def test_blocks_around_validate(tmp_path) -> None:
     assert [module.training for module in net.modules()] == modes
 
 
-def test_the_latest_step_is_in_the_average(tmp_path) -> None:
-    """A callback that comes first evaluates the average of the step that was just taken."""
-    seen = []
-
-    class First(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-            with ema.evaluating():
-                seen.append(pl_module.net[0].weight.detach().clone())
-
-    ema = callback_with()
-    watch = runs.Watch(ema)
-    runs.fit(tmp_path, First(), ema=ema, after=[watch])
-
-    assert len(seen) == 2 * runs.BATCHES
-    assert all(map(torch.equal, seen, watch.averages))
-
-
 def test_without_averages(tmp_path) -> None:
     """Before a fit, and after an evaluation of other weights, there is nothing to evaluate."""
     ema = callback_with()
@@ -165,45 +148,3 @@ def test_fitting_inside_a_block(name, tmp_path) -> None:
 
     assert unharmed
     assert ema.ema.n_averaged == 3 * runs.BATCHES
-
-
-class Halving(torch.optim.SGD):
-    """Writes to the weights when an evaluation begins and ends, as schedule-free optimizers do."""
-
-    def eval(self) -> None:
-        """Halve all weights."""
-        self.scale(0.5)
-
-    def train(self) -> None:
-        """Double all weights."""
-        self.scale(2.0)
-
-    @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply all weights."""
-        for parameter in self.param_groups[0]["params"]:
-            parameter.mul_(factor)
-
-
-def test_an_optimizer_that_writes_before_and_after_a_validation(tmp_path) -> None:
-    """In the hooks around the swap it writes to the training weights, and never to the average."""
-
-    class Net(runs.Net):
-        def configure_optimizers(self):
-            return Halving(self.parameters(), lr=0.05)
-
-        def on_validation_model_eval(self):
-            super().on_validation_model_eval()
-            self.optimizers().optimizer.eval()
-
-        def on_validation_model_train(self):
-            super().on_validation_model_train()
-            self.optimizers().optimizer.train()
-
-    plain = Net()
-    trainer = runs.trainer_for(tmp_path, num_sanity_val_steps=0)
-    trainer.fit(plain, runs.Batches(), runs.Batches(2, first_seed=1000))
-    net, ema, _ = runs.fit(tmp_path, model=Net(), num_sanity_val_steps=0)
-
-    assert holds(net, plain.state_dict())
-    assert torch.equal(net.seen["validate"][-1], runs.average_of(ema))

@@ -56,23 +56,6 @@ def test_a_corrupt_checkpoint(tmp_path: Path, saved, damage: str) -> None:
         resumed(path)
 
 
-@pytest.mark.parametrize("older", [False, True])
-def test_a_checkpoint_without_checksums(tmp_path: Path, saved, older: bool) -> None:
-    """Files that have no checksums, for instance of old versions of torch, are loaded as they are."""
-    through, content = saved
-    path = tmp_path / "last.ckpt"
-    path.write_bytes(content)
-    checkpoint = torch.load(path, weights_only=False)
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(checkpoint, path, _use_new_zipfile_serialization=not older)
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-    assert resumed(path) == through
-
-
 def test_a_full_disk(tmp_path: Path, saved) -> None:
     """On a full disk the training weights are kept, and so is an older checkpoint."""
     path = tmp_path / "last.ckpt"
@@ -135,16 +118,3 @@ def test_leftovers_of_a_killed_run(tmp_path: Path, logger: Callable[[Path], Any]
     assert saved_in == tmp_path / "lightning_logs" / "version_1" / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["living.ckpt"]
     assert elsewhere.exists(), "not a folder of the logger"
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-@pytest.mark.parametrize("named", [True, False])
-def test_leftovers_without_a_logger(tmp_path: Path, named: bool) -> None:
-    """All runs save to one folder, and each save removes them."""
-    folder = tmp_path / ("mine" if named else "checkpoints")
-    stale = leave(folder)
-    saving = runs.pl.callbacks.ModelCheckpoint(dirpath=folder if named else None)
-    runs.fit(tmp_path, saving, max_epochs=1)
-
-    assert not stale.exists()
-    assert Path(saving.best_model_path).parent == folder

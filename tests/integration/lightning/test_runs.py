@@ -2,7 +2,6 @@ import signal
 
 import pytest
 import torch
-from torch import nn
 
 from modkit import migrations as mig
 from tests.integration.lightning import runs
@@ -40,24 +39,6 @@ def test_manual_optimization_resumes(place, tmp_path) -> None:
     )
 
     assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(*through[:2])
-
-
-def test_parameters_that_come_later_to_an_optimizer(tmp_path) -> None:
-    """A network that is frozen at first is averaged from the batch on in which it trains."""
-
-    class Unfreeze(pl.Callback):
-        def on_train_epoch_start(self, trainer, pl_module) -> None:
-            if trainer.current_epoch == 1:
-                trainer.optimizers[0].add_param_group({"params": [*pl_module.net[3].parameters()]})
-
-    class Partly(runs.Net):
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.net[0].parameters(), lr=0.1)
-
-    ema = EMACallback(include="net.3.*")
-    runs.fit(tmp_path, Unfreeze(), model=Partly(), ema=ema)
-
-    assert ema.ema.step == runs.BATCHES
 
 
 # Precision.
@@ -167,20 +148,6 @@ def test_the_average_can_be_the_model_at_the_end(tmp_path) -> None:
     assert torch.equal(saved["callbacks"]["EMACallback"]["raw"]["net.0.weight"], watch.raw[-1])
 
 
-def test_a_swap_at_the_end_does_not_change_what_is_resumed(tmp_path) -> None:
-    """A run that resumes after the end trains the training weights, as a second fit does."""
-    through, resumed = EMACallback(decay=0.9), EMACallback(decay=0.9)
-    swapped = EMACallback(decay=0.9, swap_to_average_at_end=True)
-    expected = runs.fit(tmp_path, model=runs.Net(), ema=through, max_epochs=4)
-    _, _, trainer = runs.fit(tmp_path, model=runs.Net(), ema=swapped, max_epochs=2)
-    trainer.save_checkpoint(tmp_path / "after.ckpt")
-    found = runs.fit(
-        tmp_path, model=runs.Net(), ema=resumed, max_epochs=4, resume=tmp_path / "after.ckpt"
-    )
-
-    assert runs.numbers_of(*found[:2]) == runs.numbers_of(*expected[:2])
-
-
 @pytest.mark.parametrize("swaps", [False, True])
 def test_a_second_fit_goes_on(swaps, tmp_path) -> None:
     """A second fit goes on from the training weights; another model gets a new average."""
@@ -223,34 +190,6 @@ def test_checkpoints_go_through_the_users_plugin(tmp_path) -> None:
     assert all(map(torch.equal, written, watch.averages))
     assert len(written) == runs.BATCHES
     assert len(removed) == runs.BATCHES - 1
-
-
-def test_the_package_of_the_other_name(tmp_path) -> None:
-    """The Trainer of pytorch_lightning takes the callback as well."""
-    other = pytest.importorskip("pytorch_lightning")
-
-    class Net(other.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return self.net(batch).mean()
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    ema = EMACallback(decay=0.9)
-    quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = other.Trainer(
-        accelerator="cpu", max_epochs=1, callbacks=[ema], enable_checkpointing=False, **quiet
-    )
-    trainer.fit(Net(), runs.Batches())
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-
-    assert ema.ema.step == runs.BATCHES
-    assert torch.equal(saved["state_dict"]["net.weight"], runs.average_of(ema, "net.weight"))
 
 
 @mig.declare({2: [mig.rename("net.**", "body.**")]})

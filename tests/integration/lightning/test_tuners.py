@@ -74,42 +74,6 @@ def test_a_batch_size_finder_in_an_evaluation(tmp_path, stage: str, is_first: bo
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_batch_size_finder_and_weights_from_a_file(tmp_path, is_first: bool) -> None:
-    """The evaluation sees the weights of the file, not those of an earlier fit."""
-    path = tmp_path / "other.ckpt"
-    other, _, other_trainer, _, _ = trained(tmp_path)
-    other_trainer.save_checkpoint(path, weights_only=True)
-    expected = torch.load(path, weights_only=True)["state_dict"]["net.0.weight"]
-    net, ema, trainer, _, _ = trained(tmp_path)
-    trainer.fit_loop.max_epochs = 4
-    trainer.fit(net)
-    finder = pl.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=1)
-    trainer.callbacks = [finder, ema] if is_first else [ema, finder]
-
-    trainer.test(net, ckpt_path=path)
-
-    assert torch.equal(net.seen["test"][-1], expected)
-    assert not torch.equal(other.net[0].weight, expected)
-
-
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("method", ["lr_find", "scale_batch_size"])
-def test_a_tuner_between_two_fits(tmp_path, method: str, swap: bool) -> None:
-    """The averages go on with the next fit, as without the tuner."""
-    net, ema, trainer, raw, expected = trained(tmp_path, swap_to_average_at_end=swap)
-    options = {"num_training": 2} if method == "lr_find" else {"max_trials": 1}
-    getattr(tuner.Tuner(trainer), method)(net, **options)
-
-    assert torch.equal(average(ema), expected)
-    assert ema.ema.n_averaged == 12
-    assert torch.equal(net.net[0].weight, raw)
-
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(net)
-    assert ema.ema.n_averaged > 12
-
-
-@pytest.mark.parametrize("is_first", [True, False])
 def test_a_tuner_in_the_middle_of_a_fit(tmp_path, is_first: bool) -> None:
     """The steps after it are averaged, and its own are not."""
     ema, finder = EMACallback(decay=0.9), LaterFinder(num_training_steps=3, update_attr=False)

@@ -87,12 +87,6 @@ def check_against_lightning(folder, **options):
     return callback
 
 
-class Iterable(runs.Batches):
-    """Batches whose number is not known."""
-
-    __len__ = None
-
-
 class Plain(runs.Net):
     """A network without running statistics."""
 
@@ -147,18 +141,6 @@ def test_options_of_lightning(options, count, tmp_path) -> None:
     assert callback.counts[-1] == count
 
 
-@BOTH
-def test_should_update(library) -> None:
-    """The method can be called by itself, for a step or an epoch."""
-    steps = callback_of(library, update_every_n_steps=5, update_starting_at_step=10)
-    epochs = callback_of(library, update_starting_at_epoch=2)
-
-    assert [i for i in range(30) if steps.should_update(step_idx=i)] == [10, 15, 20, 25]
-    assert [i for i in range(5) if epochs.should_update(epoch_idx=i)] == [2, 3, 4]
-    assert not steps.should_update(epoch_idx=20)
-    assert not steps.should_update()
-
-
 def test_mean_of_chosen_epochs(tmp_path) -> None:
     """An overridden `should_update` gives stochastic weight averaging of epochs 3, 5 and 7."""
 
@@ -170,40 +152,6 @@ def test_mean_of_chosen_epochs(tmp_path) -> None:
     assert callback.counts == [0, 0, 0, 1, 1, 2, 2, 3]
     mean = torch.stack([callback.weights[epoch] for epoch in (3, 5, 7)]).mean(0)
     torch.testing.assert_close(runs.average_of(callback), mean)
-
-
-def test_a_rule_for_steps(tmp_path) -> None:
-    """A step that the rule leaves out changes nothing, and validation sees the average before it."""
-    check_against_lightning(tmp_path, rule=lambda step_idx=None, **_: step_idx in {4, 5, 11})
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_dtypes(precision, tmp_path) -> None:
-    """With 16 bits both ask and count alike; the averages of modkit have 32 bits."""
-    trainer = {"precision": precision}
-    _, theirs = trained(tmp_path, "lightning", trainer=trainer)
-    _, ours = trained(tmp_path, "modkit", trainer=trainer)
-
-    assert (ours.calls, ours.counts) == (theirs.calls, theirs.counts)
-    assert runs.average_of(ours).dtype == torch.float32
-
-
-def test_several_optimizers(tmp_path) -> None:
-    """With manual optimization a batch is asked about once, with the index of its latest step."""
-    make = {"make": lambda: runs.Adversaries(discriminator_steps=2)}
-    callback = check_against_lightning(tmp_path, **make, trainer={"accumulate_grad_batches": 1})
-
-    assert [step for step, _, _ in callback.calls][:4] == [2, 4, 7, 9]
-
-
-@BOTH
-def test_iterable_data(library, tmp_path) -> None:
-    """An epoch of unknown length counts like any other."""
-    callback, net = callback_of(library), runs.Net()
-    trainer = runs.trainer_for(tmp_path, callback, max_epochs=2)
-    trainer.fit(net, Iterable(), Iterable(2))
-
-    assert callback.counts == [6, 12]
 
 
 @BOTH

@@ -1,10 +1,5 @@
 import copy
 import importlib.util
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +9,6 @@ from tests.cases import for_each
 from tests.efficientzero import CASES, layout, runs, versions
 from tests.integration.lightzero.networks import lightzero_networks
 
-
-ROOT = Path(__file__).resolve().parents[3]
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("lzero") is None,
@@ -132,26 +125,3 @@ def test_hidden_state_is_not_changed(lightzero):
 
         assert torch.equal(given[0], before[0])
         assert_equal(list(given[1]), list(before[1]))
-
-
-def run_with_pytest(*arguments):
-    """Run pytest in a process of its own, with LightZero imported on modkit.nn."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [*command, "-c", os.devnull, "-p", "tests.integration.lightzero.swap"],
-        capture_output=True,
-        encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
-        check=False,
-    )
-
-
-def test_tests_of_lightzero(tmp_path):
-    """LightZero's own test of these networks passes with modkit.nn in the place of torch.nn."""
-    folder = Path(importlib.util.find_spec("lzero").origin).parent / "model" / "tests"
-
-    done = run_with_pytest(f"--rootdir={tmp_path}", str(folder / "test_efficientzero_model.py"))
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"^6 passed", done.stdout, re.MULTILINE)

@@ -1,15 +1,10 @@
 import importlib
-import io
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Final
 
 import cloudpickle
 import dill
 import pytest
-import torch
 
 from tests.cases import for_each
 from tests.helpers import TORCH, Implementation, same
@@ -32,36 +27,6 @@ from torch import manual_seed
 for library, payload in pickle.load(sys.stdin.buffer):
     describe, made = __import__(library).loads(payload)
     print(describe(made))
-"""
-
-# Runs on its own: the processes that it starts are those of the libraries.
-SCRIPT: Final = """
-import multiprocessing
-import sys
-
-import joblib
-import torch
-from modkit import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def forward(self, x):
-        return nn.functional.relu(x * self.weight)
-
-
-def call(net):
-    return net(torch.tensor([-1.0, 2.0])).tolist()
-
-
-if __name__ == "__main__":
-    with joblib.parallel_config("loky", inner_max_num_threads=1):
-        print(joblib.Parallel(n_jobs=2)([joblib.delayed(call)(Net()), joblib.delayed(lambda: call(Net()))()]))
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print(pool.map(call, [Net()]))
 """
 
 
@@ -100,20 +65,6 @@ def test_another_process_gets_the_classes(impl: Implementation) -> None:
     assert result.stdout.splitlines() == expected
 
 
-@for_each("pickler", [cloudpickle, dill], ids=["cloudpickle", "dill"])
-def test_torch_save_takes_a_pickler(impl: Implementation, pickler: Any) -> None:
-    """``torch.save(pickle_module=)`` writes a network whose class cannot be imported."""
-    notebook = run_cells(impl)
-    net, buffer = notebook.Derived(), io.BytesIO()
-    torch.save(net, buffer, pickle_module=pickler)
-    buffer.seek(0)
-    # cloudpickle has no class for reading: its files are for pickle.
-    reader = dill if pickler is dill else pickle
-    loaded = torch.load(buffer, pickle_module=reader, weights_only=False)
-
-    assert notebook.describe(loaded) == notebook.describe(net)
-
-
 def test_pickling_leaves_a_class_as_it_was() -> None:
     """No class gets an attribute by being pickled, and no two share a registry."""
     notebook = run_cells(Implementation("modkit"))
@@ -133,15 +84,3 @@ def test_namespaces_are_pickled_by_reference(name: str) -> None:
     for dumps in (pickle.dumps, cloudpickle.dumps, dill.dumps):
         assert pickle.loads(dumps(namespace)) is namespace
         assert len(dumps(namespace)) < 200
-
-
-# In the default session, another process reads the pickles above.
-@pytest.mark.slow
-def test_workers_of_joblib_and_multiprocessing(tmp_path: Path) -> None:
-    """Networks of a script are sent to joblib's loky workers and to spawned processes."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-
-    assert result.stderr == ""
-    assert result.stdout.split("\n") == ["[[0.0, 2.0], [0.0, 2.0]]", "[[0.0, 2.0]]", ""]

@@ -5,15 +5,14 @@ the CPU.
 """
 
 import copy
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel, data_parallel, replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import Implementation
 from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net, train
@@ -125,43 +124,6 @@ def test_data_parallel_training(device: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["conv", "nested"])
-@pytest.mark.usefixtures("deterministic")
-# Torch captures backwards on a stream of its own (2.11).
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_a_training_step_in_a_cuda_graph(name: str) -> None:
-    """Captured once and replayed; and the network alone, by ``make_graphed_callables``."""
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = on("cuda", impl, name)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-        def step() -> Tensor:
-            optimizer.zero_grad(set_to_none=True)
-            loss = net(batch).square().sum()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step()
-        graph.replay()
-        seen = [loss.clone(), copy.deepcopy(net.state_dict())]
-
-        graphed = torch.cuda.make_graphed_callables(on("cuda", impl, name)[0], (batch,))
-        return [*seen, *train(graphed, batch), graphed.state_dict()]
-
-    agree(scenario)
-
-
-@pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_dynamo", "deterministic")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton and Inductor
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
@@ -178,23 +140,6 @@ def test_compiled_networks(mode: str) -> None:
             return [*seen, net(batch).clone()]
 
     agree(scenario)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda net, batch: torch.nn.DataParallel(net, [0])(batch),
-        lambda net, batch: data_parallel(net, batch, [0]),
-        lambda net, batch: [replica(batch) for replica in replicate(net, [0, 0])],
-        lambda net, batch: [[*replica.state_dict()] for replica in replicate(net, [0, 0])],
-    ],
-    ids=["DataParallel", "data_parallel", "replicate", "states of replicas"],
-)
-def test_replicas(call: Callable[[torch.nn.Module, Tensor], Any]) -> None:
-    """Networks that are replicated for each call."""
-    agree(lambda impl: call(*on("cuda", impl)))
 
 
 @pytest.mark.gpu
@@ -250,34 +195,3 @@ def test_memory_runs_out_while_a_network_is_moved() -> None:
         return before, [parameter.device.type for parameter in net.parameters()]
 
     agree(scenario)
-
-
-@pytest.mark.gpu
-def test_tools_name_the_modules(tmp_path: Path) -> None:
-    """The profiler counts as many kernels below the same names; snapshots have the frames."""
-    from torch.profiler import ProfilerActivity, profile
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = on("cuda", impl)
-        net(batch)
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        with profile(activities=activities, with_stack=True, with_modules=True) as profiled:
-            net(batch)
-            torch.cuda.synchronize()
-        file = tmp_path / f"{impl.name}.json"
-        profiled.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-        modules = {e["name"] for e in events if str(e.get("name")).startswith("nn.Module: ")}
-
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=1000)
-        net(batch).sum().backward()
-        traces = torch.cuda.memory._snapshot()["device_traces"][0]
-        torch.cuda.memory._record_memory_history(enabled=None)
-        frames = {frame["name"] for entry in traces for frame in entry["frames"]}
-        kernels = sum(event.get("cat") == "kernel" for event in events)
-        return sorted(modules), kernels, {"forward", "scenario"} <= frames
-
-    modules, kernels, found = agree(scenario)
-    assert modules
-    assert kernels
-    assert found

@@ -50,41 +50,6 @@ def test_remove(tmp_path: Path) -> None:
     assert run.evaluate()["eval_loss"] == inside
 
 
-def test_another_trainer(tmp_path: Path) -> None:
-    """A callback that is attached to another Trainer leaves the one before."""
-    first, second, callback = trainer(tmp_path), trainer(tmp_path), EMACallback(0.9)
-    callback.attach(first)
-    callback.attach(second)
-    second.train()
-
-    assert callback not in first.callback_handler.callbacks
-    assert callback.ema.model is second.model
-
-
-def test_remove_below_a_wrapper(tmp_path: Path) -> None:
-    """Methods that the user wraps before or after `attach` stay wrapped after its removal."""
-    run, callback, calls = trainer(tmp_path), EMACallback(0.9), []
-
-    def wrap(name: str, text: str) -> None:
-        inner = getattr(run, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls.append(text)
-            return inner(*args, **kwargs)
-
-        setattr(run, name, call)
-
-    wrap("predict", "below")
-    callback.attach(run)
-    wrap("evaluate", "above")
-    run.train()
-    run.remove_callback(callback)
-
-    assert run.evaluate()["eval_loss"] == trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
-    run.predict(Texts(4))
-    assert calls == ["above", "below"]
-
-
 def test_an_evaluation_that_the_user_overrides(tmp_path: Path) -> None:
     """All of an overridden `evaluate` sees the average, not its loop alone."""
 
@@ -178,32 +143,6 @@ def test_a_model_that_training_makes(tmp_path: Path) -> None:
 
     assert callback.ema.model is run.model
     assert callback.ema.n_averaged == 12
-
-
-def test_a_smaller_batch_after_too_little_memory(tmp_path: Path) -> None:
-    """A training that starts again with smaller batches averages from its new start.
-
-    No hook keeps the averages of the failed attempt in memory.
-    """
-
-    class Short(transformers.Trainer):  # type: ignore[misc]
-        failed = False
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            if self.state.global_step == 2 and not self.failed:
-                self.failed = True
-                raise RuntimeError("CUDA out of memory.")
-            return super().training_step(*args, **kwargs)
-
-    callback = EMACallback(0.9)
-    run = trainer(
-        tmp_path, callback, kind=Short, auto_find_batch_size=True, per_device_train_batch_size=8
-    )
-    run.train()
-
-    assert run.failed
-    assert callback.ema.n_averaged == callback.ema.step == run.state.global_step
-    assert not run.optimizer.optimizer._optimizer_step_post_hooks
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")

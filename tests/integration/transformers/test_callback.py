@@ -4,7 +4,6 @@ from typing import Any
 import pytest
 import torch
 
-from modkit import schedules
 from tests.integration.transformers.trainers import (
     At,
     EMACallback,
@@ -103,25 +102,6 @@ def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
             assert equal(held, raw[step] if event == "on_step_begin" else wanted[step])
     assert not equal(raw[12], wanted[12])
     assert equal(weights(run.model), raw[12])
-
-
-class Asks(transformers.TrainerCallback):  # type: ignore[misc]
-    """Requests an evaluation at the third step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Request it."""
-        control.should_evaluate = state.global_step == 3
-
-
-def test_an_evaluation_that_a_later_callback_requests(tmp_path: Path) -> None:
-    """It sees the average of its step, though no event tells an earlier callback of it."""
-    callback, wanted = EMACallback(0.9), {}
-    seen = Listener("on_prediction_step")
-    note = At("on_step_end", lambda step: wanted.update({step: average(callback.ema)}))
-    trainer(tmp_path, callback, note, Asks(), seen, max_steps=4).train()
-
-    assert {step for _, step, _ in seen.heard} == {3}
-    assert all(equal(held, wanted[3]) for _, _, held in seen.heard)
 
 
 @pytest.mark.parametrize("make", [gpt2, normalized])
@@ -226,28 +206,6 @@ def test_the_best_model(tmp_path: Path, save: str) -> None:
     assert run.evaluate()["eval_loss"] == run.state.best_metric
 
 
-@pytest.mark.parametrize("save", ["average", "raw"])
-def test_the_best_model_without_states(tmp_path: Path, save: str) -> None:
-    """Where checkpoints hold models alone, the best average is evaluated at the end, or a warning told."""
-    run = trainer(
-        tmp_path,
-        EMACallback(0.8, save=save),
-        learning_rate=1.0,
-        **every(1, "eval", "save"),
-        save_only_model=True,
-        load_best_model_at_end=True,
-    )
-    if save == "raw":
-        with pytest.warns(UserWarning, match="holds no averages, so its training weights"):
-            run.train()
-        return
-    run.train()
-
-    assert run.state.best_global_step < 12
-    assert run.evaluate()["eval_loss"] == run.state.best_metric
-    assert not list(tmp_path.rglob("ema.pt"))
-
-
 def test_the_average_at_the_end(tmp_path: Path) -> None:
     """On request training ends with the average, and `restore` restores the training weights."""
     callback = EMACallback(0.9, swap_to_average_at_end=True)
@@ -259,34 +217,3 @@ def test_the_average_at_the_end(tmp_path: Path) -> None:
     assert equal(weights(run.model), average(callback.ema))
     callback.ema.restore()
     assert equal(weights(run.model), weights(plain.model))
-
-
-def test_options_reach_the_averages(tmp_path: Path) -> None:
-    """Several schedules, a choice of names and the other options are those of `EMA`."""
-    callback = EMACallback(
-        schedule=[0.5, schedules.Equal()],
-        index=1,
-        precision="fp64",
-        update_after_step=2,
-        update_every=2,
-        exclude="*.bias",
-        buffers="ignore",
-        on_nonfinite="raise",
-        seed=3,
-    )
-    seen = Listener("on_step_end")
-    run = trainer(tmp_path, callback, seen)
-    run.train()
-    run.save_model(tmp_path)
-
-    first = dict(callback.ema.named_averages())
-    assert callback.ema.n_averaged == 5
-    assert {value.dtype for value in first.values()} == {torch.float64}
-    assert not any(name.endswith("bias") for name in first)
-    last = {step: held for _, step, held in seen.heard}
-    name = "transformer.wte.weight"
-    mean = torch.stack([last[step][name] for step in range(3, 12, 2)]).double().mean(0).float()
-    saved = weights(type(run.model).from_pretrained(tmp_path))
-    torch.testing.assert_close(saved[name], mean)
-    bias = "transformer.h.0.mlp.c_fc.bias"
-    assert torch.equal(saved[bias], last[12][bias])

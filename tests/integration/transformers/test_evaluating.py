@@ -1,4 +1,3 @@
-import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -178,22 +177,3 @@ def test_evaluation_with_a_schedule_free_optimizer(tmp_path: Path) -> None:
         results.append(dict(callback.ema.named_averages()))
 
     assert equal(results[0], results[1])
-
-
-@pytest.mark.parametrize("name", ["no block", "evaluating", "evaluating_training_weights"])
-def test_evaluation_in_bf16(tmp_path: Path, name: str) -> None:
-    """With `bf16_full_eval` the model is cast before the block, and the averages are not."""
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback, bf16_full_eval=True, max_steps=2)
-    run.train()
-    kept = {name: value.clone() for name, value in callback.ema.named_averages()}
-    block = contextlib.nullcontext if name == "no block" else getattr(callback, name)
-    expected = run.model if "training" in name else callback.ema.averaged_model()
-    plain = trainer(tmp_path, bf16_full_eval=True)
-    plain.model.load_state_dict(expected.state_dict())
-    with block():
-        losses = [run.evaluate()["eval_loss"] for _ in range(2)]
-
-    assert losses == [plain.evaluate()["eval_loss"]] * 2
-    assert next(run.model.parameters()).dtype is torch.bfloat16
-    assert equal(dict(callback.ema.named_averages()), kept)

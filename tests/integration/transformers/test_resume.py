@@ -1,4 +1,3 @@
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -80,31 +79,6 @@ def test_resume(
     run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
 
     assert equal(result(run, callback), wanted)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
-        {"save_total_limit": 1, "load_best_model_at_end": False, "eval_on_start": True},
-    ],
-    ids=["plateau", "one checkpoint"],
-)
-def test_resume_of_trainings(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Learning rates that follow the average, and runs that keep one checkpoint, resume as well."""
-    steps = every(1, "save", "eval")
-    callback, again = EMACallback(0.9), EMACallback(0.9)
-    kept: list[Path] = []
-
-    def keep(step: int) -> None:
-        kept.append(shutil.copytree(tmp_path / f"checkpoint-{step}", tmp_path / "kept"))
-
-    whole = trainer(tmp_path, callback, At("on_save", keep, 3), **steps, **options)
-    whole.train()
-    run = trainer(tmp_path / "again", again, **steps, **{**options, "eval_on_start": False})
-    run.train(resume_from_checkpoint=str(kept[0]))
-
-    assert equal(result(run, again), result(whole, callback))
 
 
 @pytest.mark.parametrize(
@@ -231,36 +205,6 @@ def test_a_checkpoint_that_has_lost_its_averages(tmp_path: Path, only_model: boo
     assert callback.ema is None
 
 
-def test_training_weights_without_averages(tmp_path: Path) -> None:
-    """Where the model file has the training weights, averaging starts anew, with a warning."""
-    raw = EMACallback(0.9, save="raw")
-    early = EMACallback(0.9, update_after_step=100)
-    for name, callback in (("raw", raw), ("early", early)):
-        options = {**every(5, "save"), "max_steps": 5}
-        trainer(tmp_path / name, callback, **options).train()
-        folder = tmp_path / name / "checkpoint-5"
-        (folder / "ema.pt").unlink()
-        again = EMACallback(0.9)
-        run = trainer(tmp_path / "again", again)
-
-        with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
-            run.train(resume_from_checkpoint=str(folder))
-        assert again.ema.n_averaged == 7
-
-
-def test_a_run_without_the_callback_in_between(whole_run: Any, tmp_path: Path) -> None:
-    """A checkpoint that a plain Trainer saves after it resumed is not taken for an average."""
-    folder, _ = whole_run("fp32", 1, "average")
-    plain = trainer(tmp_path / "plain", **every(3, "save"))
-    plain.train(resume_from_checkpoint=str(folder / "checkpoint-6"))
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path / "again", callback)
-
-    with pytest.warns(UserWarning, match="the checkpoint holds no averages"):
-        run.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-9"))
-    assert callback.ema.n_averaged == 3
-
-
 def test_a_checkpoint_with_averages_needs_no_callback(whole_run: Any, tmp_path: Path) -> None:
     """A plain Trainer goes on from it; with `save="raw"` to the weights of the whole run."""
     raw, wanted = whole_run("fp32", 1, "raw")
@@ -275,17 +219,6 @@ def test_a_checkpoint_with_averages_needs_no_callback(whole_run: Any, tmp_path: 
     found = {f"raw.{name}": value for name, value in weights(run.model).items()}
     assert equal(found, {name: wanted[name] for name in wanted if name.startswith("raw.")})
     assert from_average.state.global_step == 12
-
-
-@pytest.mark.parametrize(("save", "other"), [("average", "raw"), ("raw", "average")])
-def test_another_way_to_save(whole_run: Any, tmp_path: Path, save: Any, other: Any) -> None:
-    """A run resumes bitwise identically whether checkpoints hold the average or not."""
-    folder, wanted = whole_run("fp32", 1, save)
-    callback = EMACallback(0.9, save=other)
-    run = trainer(tmp_path, callback, **every(2, "eval"))
-    run.train(resume_from_checkpoint=str(folder / "checkpoint-9"))
-
-    assert equal(result(run, callback), wanted)
 
 
 @mig.declare({2: [mig.rename("head.**", "out.**")]})

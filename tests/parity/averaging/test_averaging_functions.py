@@ -1,3 +1,4 @@
+import copy
 import inspect
 import pickle
 
@@ -5,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import TORCH, Implementation, same
+from tests.helpers import MODKIT, TORCH, Implementation, same
 from tests.models import one_weight
 
 
@@ -55,6 +56,19 @@ def test_functions_have_the_names_of_torch(name: str) -> None:
         return names, str(inspect.signature(function)), inspect.unwrap(function).__code__.co_name
 
     assert same(scenario)[0] == "returned"
+
+
+@for_each("way", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+@for_each("name", FUNCTIONS)
+def test_copies_have_the_names_too(name: str, way) -> None:
+    """A copy equals its original, and has its name and signature."""
+    function = made(MODKIT, name)
+    copied = way(function)
+
+    assert copied == function
+    assert hash(copied) == hash(function)
+    assert copied.__qualname__ == function.__qualname__
+    assert inspect.signature(copied) == inspect.signature(function)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

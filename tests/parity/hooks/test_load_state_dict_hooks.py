@@ -247,6 +247,21 @@ def test_what_a_post_hook_does_to_the_lists(change: str, strict: bool) -> None:
         assert outcome == same(lambda impl: expected)
 
 
+@for_each("value", [0, False, (), "text"], ids=repr)
+def test_post_hook_must_return_none(value: object) -> None:
+    """Any value from a load post-hook is an AssertionError (rule 14)."""
+
+    def scenario(impl: Implementation) -> object:
+        module = parent_and_child(impl)
+        module.register_load_state_dict_post_hook(returning(value))
+        return module.load_state_dict(module.state_dict())
+
+    kind, error, text = same(scenario)
+
+    assert (kind, error) == ("raised", "AssertionError")
+    assert "register_load_state_dict_post_hook" in text
+
+
 @for_each("strict", [False, True])
 @for_each("hooked", [False, True])
 def test_the_error_has_missing_keys_unexpected_keys_and_the_others(

@@ -1,10 +1,11 @@
 import copy
+import inspect
 
 import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH
+from tests.helpers import MODKIT, TORCH, same
 from tests.parity.jit.networks import build, inputs, make_net, reloaded
 
 
@@ -142,6 +143,25 @@ def test_what_is_compiled_is_returned_as_it_is():
         MODKIT.jit.ScriptModule.from_torch(torch.nn.Linear(1, 1))
 
 
+def test_a_class_has_the_signature_of_its_constructor(impl):
+    """``inspect``, and tools that make objects of a class, see what its constructor takes."""
+
+    class Base(impl.jit.ScriptModule):
+        def __init__(self, width: int, *, bias: bool = True) -> None:
+            super().__init__()
+
+    class Derived(Base):
+        def __init__(self):
+            super().__init__(1)
+
+    class Same(Base):
+        pass
+
+    texts = [str(inspect.signature(cls)) for cls in (Base, Derived, Same)]
+
+    assert texts == ["(width: int, *, bias: bool = True) -> None", "()", texts[0]]
+
+
 def test_names_around_a_class_are_found_when_it_is_compiled(impl):
     """Script methods and definitions see local names of the function around them."""
     offset = 3
@@ -275,3 +295,9 @@ def test_typed_hooks_are_compiled(impl):
     assert loaded(torch.ones(1)) == expected
     assert module.inner(torch.ones(1)) == 3
     assert copy.deepcopy(module)(torch.ones(1)) == expected
+
+
+@pytest.mark.parametrize("obj", [5, type("Sub", (dict,), {})], ids=["number", "derived"])
+def test_an_interface_is_refused_as_in_torch(obj):
+    """An object that cannot be an interface raises torch's error."""
+    assert same(lambda impl: impl.jit.interface(obj))[0] == "raised"

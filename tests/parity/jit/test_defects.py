@@ -213,6 +213,14 @@ def test_a_child_in_several_places_is_one(impl, load):
     assert module._c.getattr("first") == module._c.getattr("second")
 
 
+def test_a_child_in_several_places_of_a_module_of_torch_is_one():
+    """A wrapper is made for each compiled child of a module that torch has loaded, and one alone."""
+    loaded = reloaded(TORCH, MODKIT.jit.script(with_a_shared_child(MODKIT)))
+    module = MODKIT.jit.ScriptModule.from_torch(loaded)
+
+    assert module.first is module.second is module.deep[0]
+
+
 @pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
 def test_a_compiled_property_is_read_and_set(impl, load):
     """A property gives its value, and goes through its setter."""
@@ -257,6 +265,16 @@ def test_backward_hooks_run(impl, kind):
     module(inputs()).sum().backward()
 
     assert seen == [((4, 3), (4, 2))]
+
+
+def test_a_missing_extra_file_can_be_an_error():
+    """With ``strict_extra_files`` the error names the missing file and those that are there."""
+    files = {"labels.txt": "", "empty": "", "more.txt": ""}
+    buffer = io.BytesIO(build(MODKIT, "scripted").save_to_buffer(_extra_files={"empty": ""}))
+
+    with pytest.raises(KeyError, match=r"no extra file 'labels\.txt', 'more\.txt'; it has 'empty'"):
+        MODKIT.jit.load(buffer, _extra_files=files, strict_extra_files=True)
+    assert files == {"labels.txt": "", "empty": "", "more.txt": ""}
 
 
 def test_each_instance_compiles_what_its_constructor_defines(impl):
@@ -322,6 +340,18 @@ def test_new_members_are_refused_by_name(kind, add, message):
     with pytest.raises(RuntimeError, match=message):
         add(module)
     assert not hasattr(module, "more")
+
+
+@for_each("kind", ["parameter", "buffer", "child"])
+def test_the_error_of_a_deletion_names_the_member(kind):
+    """Torch's error is followed by the name and the kind of what was to be deleted."""
+    name, texts = {"parameter": "gain", "buffer": "shift", "child": "lin"}[kind], []
+    for impl in (TORCH, MODKIT):
+        with pytest.raises(RuntimeError) as caught:
+            delattr(build(impl, "scripted"), name)
+        texts.append(str(caught.value))
+
+    assert texts[1] == f"{texts[0]}: '{name}' is a {kind} of its compiled type"
 
 
 @for_each("copied", [copy.copy, copy.deepcopy])

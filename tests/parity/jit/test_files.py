@@ -56,6 +56,14 @@ def test_tensors_of_the_meta_device_stay_there(device, impl, tmp_path):
             assert torch.equal(second.weight, model[1].weight)
 
 
+@pytest.mark.parametrize("where", ["missing.pt", "."], ids=["missing", "folder"])
+def test_a_path_that_is_no_file_is_refused_as_in_torch(where, tmp_path, monkeypatch):
+    """Torch's errors name the path."""
+    monkeypatch.chdir(tmp_path)
+
+    assert same(lambda impl: impl.jit.load(where))[0] == "raised"
+
+
 def test_the_folder_in_an_archive_has_the_name_of_the_file(impl, tmp_path):
     """All members of an archive are in one folder."""
     impl.jit.save(impl.jit.script(torch.nn.Linear(2, 2)), tmp_path / "net.pt")
@@ -161,3 +169,12 @@ def test_pickling_is_refused_as_in_torch(name):
         if sys.version_info >= (3, 11):
             advice = "Save a ScriptModule with modkit.jit.save() instead of pickling it."
             assert advice in caught.value.__notes__
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    """Saving below a folder that does not exist raises, and makes none."""
+    module = build(MODKIT, "scripted")
+
+    with pytest.raises(RuntimeError, match=r"Parent directory .*missing does not exist"):
+        module.save(tmp_path / "missing" / "net.pt")
+    assert list(tmp_path.iterdir()) == []

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, outcome
-from tests.parity.jit.networks import KINDS, build, inputs, reloaded
+from tests.helpers import MODKIT, TORCH, outcome, same
+from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
 
 
 # Torch itself says at every step that TorchScript is deprecated.
@@ -263,6 +263,48 @@ def test_a_new_attribute_with_a_type(impl):
     assert module.count == 3
 
 
+@for_each("base", ["Sequential", "ModuleList", "ModuleDict"])
+def test_containers_with_special_methods_of_their_own(base):
+    """A class derived from a container may export a special method; the others stay torch's."""
+
+    def described(impl):
+        class Sized(getattr(impl.nn, base)):
+            @impl.jit.export
+            def __len__(self) -> int:
+                return 7
+
+            def forward(self, x):
+                return x
+
+            if base != "ModuleDict":
+
+                @impl.jit.export
+                def __contains__(self, key: str) -> bool:
+                    return key == "b"
+
+        children = {"a": impl.nn.ReLU()} if base == "ModuleDict" else [impl.nn.ReLU()]
+        container = Sized(*children) if base == "Sequential" else Sized(children)
+        module = impl.jit.script(container)
+        first = next(iter(module))
+        child = module[first] if base == "ModuleDict" else first
+        found = [key for key in ("a", "b") if key in module]
+        return len(module), bool(module), len(list(module)), found, child(torch.tensor(-1.0)).item()
+
+    found = ["a" if base == "ModuleDict" else "b"]
+    assert described(MODKIT) == described(TORCH) == (7, True, 1, found, 0.0)
+
+
+@for_each("index", [True, torch.tensor(-1), 2, -3, "0", 1.0, None])
+def test_indexes_of_a_container(index):
+    """An index is anything that counts as an integer; others are refused in torch's words."""
+
+    def item(impl):
+        module = impl.jit.script(impl.nn.Sequential(impl.nn.ReLU(), impl.nn.Tanh()))
+        return module[index](torch.tensor([-1.0]))
+
+    same(item)
+
+
 def test_special_methods_of_a_module_are_the_compiled_ones():
     """They run after loading too, and decide if a module is true, where torch raises."""
 
@@ -298,6 +340,37 @@ def test_special_methods_of_a_module_are_the_compiled_ones():
 
     assert [(len(m), m[3], 3 in m, 4 in m) for m in modules] == [(1, 6, True, False)] * 3
     assert [(bool(m.train()), bool(m.eval())) for m in modules[1:]] == [(True, False)] * 2
+
+
+@for_each("kind", KINDS)
+def test_a_replica_is_a_module_of_the_same_type(impl, kind):
+    """A replica, as ``DataParallel`` makes them, has the compiled type, the state and the code."""
+    module = build(impl, kind).eval()
+    replica = module._replicate_for_data_parallel()
+
+    assert type(replica).__name__ == "RecursiveScriptModule"
+    assert replica._c._type() == module._c._type()
+    assert list(replica.state_dict()) == [name for name in module.state_dict() if "." not in name]
+    assert replica.code == module.code
+
+
+@for_each("name", ["Sequential", "ModuleList", "ModuleDict", "module"])
+def test_special_methods_are_listed(name):
+    """``dir()`` lists the special methods that torch lists, those of containers among them."""
+
+    def listed(impl):
+        nn = impl.nn
+        module = {
+            "Sequential": lambda: nn.Sequential(nn.ReLU()),
+            "ModuleList": lambda: nn.ModuleList([nn.ReLU()]),
+            "ModuleDict": lambda: nn.ModuleDict({"a": nn.ReLU()}),
+            "module": lambda: make_net(impl),
+        }[name]()
+        names = dir(impl.jit.script(module))
+        return {each for each in names if each.startswith("__")}
+
+    # A decorator leaves this note on a class; it is not a method.
+    assert listed(TORCH) - listed(MODKIT) - {"__overloads__"} == set()
 
 
 @for_each("child", ["called", "idle", "below", "below.0"])

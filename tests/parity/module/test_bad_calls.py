@@ -9,6 +9,21 @@ from tests.parity.module.contents import raises_like_torch, run
 @for_each(
     "call",
     [
+        "m.apply(None)",
+        "m.apply(lambda module: module.missing)",
+        "list(m.named_modules(memo=3))",
+    ],
+)
+def test_calls_with_bad_arguments(impl: Implementation, call: str) -> None:
+    """A bad argument to a method that reads or walks the tree changes nothing."""
+    before, after = raises_like_torch(impl, tree, call)
+
+    assert before == after
+
+
+@for_each(
+    "call",
+    [
         "m.to(torch.int8)",
         "m.to(torch.bool)",
         "m.to(dtype=torch.int64)",

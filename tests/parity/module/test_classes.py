@@ -172,6 +172,24 @@ def test_registrations_of_abstract_classes():
     assert same(scenario)[0] == "returned"
 
 
+@for_each("refused", ["not a class", "a class above it", "by Module"])
+def test_registrations_that_are_refused(refused):
+    """``register`` takes classes that it does not derive from, and Module has no such method."""
+
+    def scenario(impl):
+        class Base(impl.Module, metaclass=abc.ABCMeta):
+            pass
+
+        class Derived(Base):
+            pass
+
+        if refused == "by Module":
+            return impl.Module.register(int)
+        return Derived.register(3 if refused == "not a class" else Base)
+
+    assert same(scenario)[0] == "raised"
+
+
 def test_super_of_module_sets_plain_attributes(impl: Implementation) -> None:
     """``super(nn.Module, self).__setattr__`` keeps a module out of the children."""
 

@@ -3,7 +3,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, leaf, network, tensors, with_dtypes
+from tests.models import child_leaf, empty, leaf, network, tensors, with_dtypes
 from tests.parity.module.contents import run, state
 
 
@@ -139,6 +139,22 @@ def test_what_is_not_a_tensor_cannot_be_converted(call):
         return run(call, module)
 
     assert same(scenario)[0] == "raised"
+
+
+def test_other_operations_that_are_not_implemented():
+    """An error that is not about the meta device has the text of the tensor that raises it."""
+
+    class Odd(torch.Tensor):
+        def to(self, *_):
+            raise NotImplementedError("not for this tensor")
+
+    def scenario(impl):
+        module = empty(impl)
+        module.register_buffer("x", torch.ones(1).as_subclass(Odd))
+        return module.to(torch.float64)
+
+    expected = ("raised", "NotImplementedError", "not for this tensor")
+    assert same(scenario) == expected
 
 
 @pytest.mark.gpu

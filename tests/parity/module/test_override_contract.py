@@ -284,6 +284,14 @@ def test_a_saved_method_does_not_call_a_later_patch(
     assert calls == []
 
 
+def test_module_before_a_mixin_is_refused(impl: Implementation) -> None:
+    """``class Net(Module, Mixin)`` has no order of bases, with Python's own error."""
+    with pytest.raises(TypeError, match=r"(?s)method resolution.*for bases Module, Mixin"):
+
+        class Net(impl.nn.Module, Mixin):
+            pass
+
+
 # --- classes of modules ---------------------------------------------------------------------------
 
 

@@ -139,6 +139,25 @@ def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> Non
     assert log == ["left.inner", "left", "right", ""]
 
 
+def test_a_given_memo_goes_by_its_own_equality():
+    """A module counts as seen if the caller's set takes one that it holds for equal to it."""
+
+    def scenario(impl):
+        class Alike(impl.Module):
+            def __eq__(self, other):
+                return isinstance(other, Alike)
+
+            def __hash__(self):
+                return 1
+
+        module = empty(impl)
+        module.a, module.b = Alike(), Alike()
+        memo = {Alike()}
+        return [name for name, _ in module.named_modules(memo)], len(memo)
+
+    assert same(scenario)[0] == "returned"
+
+
 def test_a_table_is_read_by_its_items(impl) -> None:
     """The tables of a module may be replaced by others, which decide what they hold and in which order."""
 
