@@ -14,7 +14,7 @@ from modkit._interrupts import critical, uninterrupted
 from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
-from modkit.averaging import batch_norm, state as ema_state
+from modkit.averaging import batch_norm, foreign_states, state as ema_state
 from modkit.averaging.engine import Engine, Pairing
 from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
@@ -1023,15 +1023,19 @@ class EMA(Generic[ModelT_co]):
         if step is not None:
             checked_count("step", step, 0)
 
-        loaded = ema_state.read(
-            state_dict,
-            self.model,
+        current = ema_state.LoadedState(
+            step=self.step,
+            start=self._start,
+            n_averaged=self.n_averaged,
             schedules=self.schedules,
+            averages=[],
             update_every=self.update_every,
             update_after_step=self.update_after_step,
-            n_averaged=self.n_averaged,
-            step=step,
         )
+        if ema_state.is_own(state_dict):
+            loaded = ema_state.read(state_dict, current, step)
+        else:
+            loaded = foreign_states.read(state_dict, self.model, current, step)
         self._load(loaded)
 
         if loaded.raw:

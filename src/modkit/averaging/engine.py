@@ -20,7 +20,6 @@ from modkit.averaging.sharding import (
     reshard,
     shards_of,
 )
-from modkit.averaging.state_checks import constructing
 from modkit.averaging.storage import Average, Tensors
 from modkit.averaging.swap import Registered
 from modkit.averaging.tensors import (
@@ -350,7 +349,7 @@ class Engine:
         for index, (average, tensors) in enumerate(zip(averages, saved_averages, strict=True)):
             # That of a model that was cast since keeps its width; another library's does not.
             average.start(averaged, at_least={} if loaded.foreign else tensors)
-            with constructing(f"averages[{index}]"):
+            with ema_state.constructing(f"averages[{index}]"):
                 average.load_state_dict({**loaded.averages[index], "tensors": tensors})
                 # Those of a layer that the model has lost since are dropped.
                 statistics = loaded.averages[index]["statistics"].items()
@@ -364,7 +363,7 @@ class Engine:
             member = named.member(name)
             # A lazy model may not have it yet.
             like = buffer if member is None else member.tensor
-            with constructing(f"buffers[{name!r}]"):
+            with ema_state.constructing(f"buffers[{name!r}]"):
                 copies[name] = shards_of(buffer, like).to(device, copy=True)
 
         # Nothing below fails.

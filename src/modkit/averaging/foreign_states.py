@@ -16,15 +16,23 @@ Example:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from modkit._messages import warn_user
 from modkit.averaging import schedules as decays
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state_checks import CheckedMapping, constructing, invalid_state
+from modkit.averaging.state import (
+    LoadedState,
+    Part,
+    constructing,
+    invalid_state,
+    path_of,
+    stored_average,
+)
 from modkit.averaging.tensors import canonical_names
 
 
@@ -115,66 +123,61 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
     Names that a state lacks are those of ``model``. An unknown or invalid state is a ValueError.
     """
     source = recognise(state, model) or ""
-    checked = CheckedMapping(source, state)
+    part = Part(source, state)
     match source:
         case "diffusers":
             # Its ``get_decay`` chooses one of two formulas, in the words of its options.
             names = ["decay", "min_decay", "inv_gamma", "power"]
-            warmup = checked.flag("use_ema_warmup")
+            warmup = part["use_ema_warmup"].made(bool)
             kind = decays.InverseGamma if warmup else decays.CountWarmup
             return Converted(
                 source,
-                _named_in_order(checked, model),
-                step=checked.integer("optimization_step"),
-                schedule=_decay(checked, kind, names if warmup else names[:2]),
-                update_after_step=checked.integer("update_after_step"),
+                _in_order(part, model),
+                step=part["optimization_step"].count(),
+                schedule=_decay(part, kind, names if warmup else names[:2]),
+                update_after_step=part["update_after_step"].count(),
             )
 
         case "torch_ema" | "LitEma":
             # They copy when they are created, which is one call of ``EMA.update()`` more. Without
             # a count the decay is constant: torch_ema has None for it, and LitEma -1.
-            has_count = checked.get("num_updates") is not None
-            updates = checked.integer("num_updates", -1) if has_count else -1
-            counts = updates >= 0
+            updates = part["num_updates"]
+            counts = updates.plain() is not None and updates.count(-1) >= 0
             return Converted(
                 source,
-                _named_in_order(checked, model),
-                step=updates + 1 if counts else None,
-                schedule=_decay(checked, decays.CountWarmup if counts else decays.Constant),
+                _without_dots(part, model) if source == "LitEma" else _in_order(part, model),
+                step=updates.count() + 1 if counts else None,
+                schedule=_decay(part, decays.CountWarmup if counts else decays.Constant),
                 update_after_step=0,
             )
 
         case "lightning":
-            count = checked.inside("averaging_state").integer("n_averaged")
-            steps = checked.integer("global_step") if "global_step" in state else None
-            return Converted(source, _below("", checked.inside("state_dict")), count, steps)
+            steps = part["global_step"].count() if "global_step" in state else None
+            count = part["averaging_state"]["n_averaged"].count()
+            return Converted(source, _below("", part["state_dict"]), count, steps)
 
         case "mmengine":
-            return _of_mmengine(checked)
+            if "state_dict" not in state:
+                raise invalid_state(_SWAPPED)
+            calls = part["ema_state_dict"]["steps"].count()
+            return Converted(source, _below("", part["state_dict"]), step=calls)
 
         case "ema_pytorch":
             # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
-            calls = checked.integer("step") if checked.flag("initted") else 0
-            return Converted(source, _below("ema_model.", checked), step=calls)
+            calls = part["step"].count() if part["initted"].made(bool) else 0
+            return Converted(source, _below("ema_model.", part), step=calls)
 
         case "torch" | "timm":
-            models = checked.integer("n_averaged") if source == "torch" else None
-            terms = _below(_ERROR_TERMS, checked).items()
+            models = part["n_averaged"].count() if source == "torch" else None
+            terms = _below(_ERROR_TERMS, part).items()
             rests = {key.replace("/", "."): term for key, term in terms}
-            return Converted(source, _below("module.", checked), models, rests=rests)
+            return Converted(source, _below("module.", part), models, rests=rests)
 
         case "weights":
-            return Converted(source, _below("", checked))
+            return Converted(source, _below("", part))
 
         case _:
             raise invalid_state(_unknown(state, model))
-
-
-def _of_mmengine(checked: CheckedMapping) -> Converted:
-    if "state_dict" not in checked.values:
-        raise invalid_state(_SWAPPED)
-    steps = checked.inside("ema_state_dict").integer("steps")
-    return Converted("mmengine", _below("", checked.inside("state_dict")), step=steps)
 
 
 def _unknown(state: State, model: torch.nn.Module) -> str:
@@ -193,60 +196,129 @@ def _unknown(state: State, model: torch.nn.Module) -> str:
     return text
 
 
-def _decay(
-    checked: CheckedMapping, kind: type[Schedule], names: Iterable[str] = ("decay",)
-) -> Schedule:
+def _decay(part: Part, kind: type[Schedule], names: Iterable[str] = ("decay",)) -> Schedule:
     """Return the schedule whose fields are these entries of the state."""
-    values = {name: checked.get(name) for name in names}
-    with constructing(f"the decay of {checked.source}"):
+    values = {name: part[name].plain() for name in names}
+    with constructing(f"the decay of {part.source}"):
         return kind(**values)
 
 
-def _below(prefix: str, checked: CheckedMapping) -> dict[str, Tensor]:
+def _below(prefix: str, part: Part) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, by their names in the model."""
-    tensors: dict[str, Tensor] = {}
-    for key, value in checked.values.items():
-        if not isinstance(key, str):
-            checked.refuse(key, "a tensor under a name of type str")
-        if key.startswith(prefix) and isinstance(value, Tensor):
-            tensors[key.removeprefix(prefix)] = value.detach()
-
+    tensors = {
+        str(key).removeprefix(prefix): value.detach()
+        for key, value in part.made(dict).items()
+        if isinstance(value, Tensor) and str(key).startswith(prefix)
+    }
     names = canonical_names(tensors)
-    renamed = {names[key]: value for key, value in tensors.items()}
-    return CheckedMapping(checked.source, renamed).tensors()
+    return replace(part, value={names[key]: tensors[key] for key in tensors}).tensors()
 
 
-def _named_in_order(checked: CheckedMapping, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name tensors by the parameters of the model: all, or those that train.
+def _without_dots(part: Part, model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name the tensors of LitEma, which removes the dots from the names of parameters."""
+    named = canonical_names(name for name, _ in model.named_parameters())
+    names = {name.replace(".", ""): canonical for name, canonical in named.items()}
+    if len(names) < len(named):
+        raise invalid_state("without dots, as in LitEma, two names of the model are equal")
+    return {name: part[key].tensor().detach() for key, name in names.items() if key in part.value}
 
-    Lists have no names, and LitEma removes the dots from them.
-    """
+
+def _in_order(part: Part, model: torch.nn.Module) -> dict[str, Tensor]:
+    """Name the tensors of a list by the parameters of the model: all, or those that train."""
+    tensors = [entry.tensor().detach() for entry in part["shadow_params"].each()]
     named = dict(model.named_parameters())
-    names = canonical_names(named)
     trained = {name: value for name, value in named.items() if value.requires_grad}
-    if checked.source == "LitEma":
-        plain_names = {names[name].replace(".", ""): names[name] for name in named}
-        tensors = {key: value for key, value in checked.values.items() if key in plain_names}
-        averages = CheckedMapping(checked.source, tensors).tensors()
-        if len(plain_names) < len(named):
-            raise invalid_state("without dots, as in LitEma, two names of the model are equal")
-        return {plain_names[key]: tensor.detach() for key, tensor in averages.items()}
-
-    tensors = checked.listed("shadow_params").tensors(int)
     parameters = named if len(named) == len(tensors) else trained
     if len(parameters) != len(tensors):
         raise invalid_state(
-            f"the state of {checked.source} holds {len(tensors)} tensors without names, and the "
+            f"the state of {part.source} holds {len(tensors)} tensors without names, and the "
             f"model has {len(named)} parameters, {len(trained)} of which train"
         )
+
+    names = canonical_names(named)
     # Shapes are all there is to compare an order by.
-    for (name, parameter), tensor in zip(parameters.items(), tensors.values(), strict=True):
+    for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
         if parameter.shape != tensor.shape:
             raise invalid_state(
-                f"the state of {checked.source} has no names, and its order is not that of the "
+                f"the state of {part.source} has no names, and its order is not that of the "
                 f"model: where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
                 f"{tuple(tensor.shape)}"
             )
-    return {
-        names[n]: tensor.detach() for n, tensor in zip(parameters, tensors.values(), strict=True)
-    }
+    return {names[name]: tensor for name, tensor in zip(parameters, tensors, strict=True)}
+
+
+def read(
+    state: State, model: torch.nn.Module, current: LoadedState, step: int | None = None
+) -> LoadedState:
+    """Return the state of an ``EMA`` that continues averages of another library, or plain weights.
+
+    ``step`` is the number of calls of ``update()`` so far, if the user has given it.
+    """
+    converted = convert(state, model)
+    every = current.update_every
+    after = converted.update_after_step
+    if after is None:
+        after = current.update_after_step
+    first = after + 1
+
+    def count_at(calls: int) -> int:
+        # One model of call ``first``, and one every ``every`` calls from there on.
+        return max(0, 1 + (calls - first) // every)
+
+    # The number of the user counts first, then the library's counter of calls, unless its count of
+    # models says something else; then its count of models alone.
+    if step is not None:
+        calls = step
+    elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
+        calls = converted.step
+    else:
+        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of
+        # the user skips some.
+        models = 1 if converted.n_averaged is None else converted.n_averaged
+        calls = first + (models - 1) * every if models else 0
+
+    count = count_at(calls)
+    metadata = getattr(state.get("state_dict", state), "_metadata", None)
+    loaded = LoadedState(
+        step=calls,
+        # Until the first update there is no average: what the library holds is a copy of the
+        # weights.
+        start=first if count else None,
+        n_averaged=count,
+        update_every=every,
+        update_after_step=after,
+        schedules=[converted.schedule or schedule for schedule in current.schedules],
+        averages=[stored_average(converted.averages, converted.rests)] * len(current.schedules),
+        buffers=converted.averages,
+        foreign=True,
+        mixed=True,
+        versions=Part(converted.source, metadata, "_metadata").made(_versions_in),
+    )
+    if step is None and not converted.has_counter:
+        _warn_of_no_counter(converted.source, loaded, current.n_averaged)
+    return loaded
+
+
+def _versions_in(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return the versions of modules in the ``_metadata`` of a state dict, if it has any."""
+    if metadata is None:
+        return None
+    known = {path_of(path): entry.get("version") for path, entry in metadata.items()}
+    return {path: version for path, version in known.items() if version is not None}
+
+
+def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> None:
+    """Warn if a state without a counter ends an average, or the number of updates matters."""
+    after = loaded.update_after_step
+    is_constant = not after and all(map(decays.is_constant, loaded.schedules))
+    if is_constant and not n_averaged:
+        return
+
+    state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
+    schedules = ", ".join(map(str, loaded.schedules))
+    replaced = f" It replaces an average of {n_averaged} models." if n_averaged else ""
+    warn_user(
+        f"EMA: {state_holds} no counter, so it is taken for that of the first update "
+        f"(step={after + 1}), from which {schedules} continues.{replaced} After more updates pass "
+        "the number of calls of update(), as in load_state_dict(state, step=1000)."
+    )

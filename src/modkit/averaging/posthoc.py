@@ -11,21 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
-from modkit._messages import warn_user
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.options import Device, Names, checked_count
 from modkit.averaging.precision import Precision, compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.sharding import whole_tensor
-from modkit.averaging.state import LoadedState, stored_average
-from modkit.averaging.state_checks import OWN_POSTHOC, CheckedMapping
+from modkit.averaging.state import OWN_POSTHOC, LoadedState, Part, stored_average
 from modkit.averaging.tensors import NamedTensors, check_match, shapes_of, write
 from modkit.errors import FileError
 from modkit.files.checkpoints import save_checkpoint
@@ -64,12 +62,22 @@ class Snapshot:
         path: The file.
         branches: Which run the average is of: for its beginning, and for each resume, an id and the
             step. Empty for averages that something else than ``PostHocEMA`` has computed.
+        left_out: Names of parameters of the model that the file does not have.
     """
 
     step: int
     sigma_rel: float
     path: Path
     branches: Branches = field(default=(), compare=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        # A file of something else would make its folder one that cannot be read.
+        gamma_of(self.sigma_rel)
+        if not isinstance(cast("object", self.step), int) or not 0 < self.step <= _LAST_STEP:
+            raise ValueError(f"step must be an int from 1 to {_LAST_STEP}, got {self.step}")
+        if not all(isinstance(cast("object", name), str) for name in self.left_out):
+            raise TypeError(f"left_out must be names, got {self.left_out}")
 
     @property
     def run(self) -> str:
@@ -121,23 +129,23 @@ def save_snapshot(
         >>> save_snapshot(tmp_path, weights, step=100, sigma_rel=0.05).path.name
         'ema-0000000100-0.05.pt'
     """
-    # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
-    step = int(step)
-    sigma_rel = float(sigma_rel)
-    # The folder of a file that no reader accepts could not be read any more.
-    gamma_of(sigma_rel)
-    if not 0 < step <= _LAST_STEP:
-        raise ValueError(f"save_snapshot: step must be from 1 to {_LAST_STEP}, got {step}")
     # The id is part of the name, so that runs in one folder do not replace each other's files.
     name = "-".join(["ema", f"{step:010d}", f"{sigma_rel:.6g}", *(b[0] for b in branches[-1:])])
     path = Path(directory) / f"{name}.pt"
+    # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
+    snapshot = Snapshot(int(step), float(sigma_rel), path, branches, tuple(left_out))
     path.parent.mkdir(parents=True, exist_ok=True)
 
-    content: dict[str, Any] = {"step": step, "sigma_rel": sigma_rel}
-    content |= {"branches": [list(branch) for branch in branches], "left_out": [*left_out]}
-    content |= {"averages": _gathered(averages), "buffers": _gathered(buffers or {})}
+    content = {
+        "step": snapshot.step,
+        "sigma_rel": snapshot.sigma_rel,
+        "branches": [list(branch) for branch in branches],
+        "left_out": [*snapshot.left_out],
+        "averages": _gathered(averages),
+        "buffers": _gathered(buffers or {}),
+    }
     save_checkpoint(content, path)
-    return Snapshot(step, sigma_rel, path, branches)
+    return snapshot
 
 
 def _fingerprint(averages: Mapping[str, Tensor], step: int, before: Branches) -> str:
@@ -179,48 +187,28 @@ def find_snapshots(directory: PathLike) -> list[Snapshot]:
 
 
 def _read_header(path: Path) -> Snapshot:
-    """Return the step and the width in a file, which come from outside and are validated."""
+    """Return what a file says of its average; it comes from outside, and may hold anything."""
     content = content_of_file(path)
     header = content if isinstance(content, Mapping) else {}
-    # Each value is tested before it is used: a file may hold anything under these names.
-    missing = [key for key in ("step", "sigma_rel", "averages", "buffers") if key not in header]
+    keys = ["step", "sigma_rel", "branches", "left_out", "averages", "buffers"]
+    missing = [key for key in keys if key not in header]
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
 
-    step = header["step"]
-    sigma_rel = header["sigma_rel"]
-    if type(step) is not int or not 0 < step <= _LAST_STEP:
-        raise FileError(f"{path} is corrupt: its step is not a number from 1 to {_LAST_STEP}")
-    if type(sigma_rel) is not float:
-        raise FileError(f"{path} is corrupt: its sigma_rel is not a number of type float")
     try:
-        gamma_of(sigma_rel)
-    except (ValueError, OverflowError) as error:
+        branches = _branches_of(header["branches"])
+        left_out = tuple(header["left_out"])
+        return Snapshot(header["step"], header["sigma_rel"], path, branches, left_out)
+    except (TypeError, ValueError, OverflowError) as error:
         raise FileError(f"{path} is corrupt: {error}") from error
-    return Snapshot(step, sigma_rel, path, _read_branches(header, path))
 
 
-def _read_branches(header: Mapping[str, Any], path: Path) -> Branches:
-    """Return which run a snapshot is of."""
-    if "branches" not in header:
-        # A repetition of this text is not shown again.
-        warn_user(
-            "snapshots of earlier versions do not say which run they are of: see that all in a "
-            "folder are of one run, and none of a part that was given up after a resume"
-        )
-        return ()
-    branches = _branches_of(header["branches"])
-    if branches is None:
-        raise FileError(f"{path} is corrupt: its branches are not pairs of an id and a step")
+def _branches_of(value: Any) -> Branches:
+    """Return the branches in a file or state, or raise an error that says what is wrong."""
+    branches = tuple((run, since) for run, since in value)
+    if not all(type(run) is str and type(since) is int for run, since in branches):
+        raise TypeError("its branches must be pairs of an id and a step")
     return branches
-
-
-def _branches_of(value: Any) -> Branches | None:
-    """Return the branches in a file or state; None if they are invalid."""
-    is_list = isinstance(value, list) and all(isinstance(e, list) and len(e) == 2 for e in value)
-    if not is_list or not all(type(run) is str and type(since) is int for run, since in value):
-        return None
-    return tuple((run, since) for run, since in value)
 
 
 def _of_one_run(available: Sequence[Snapshot], run: str | None) -> list[Snapshot]:
@@ -435,9 +423,6 @@ def reconstruct(
         ValueError: If the snapshots are of several runs, the width is narrower than all of them or
             too wide, the step is outside of theirs, or the error is above ``max_error``.
 
-    Warns:
-        UserWarning: If a file does not say which run it is of.
-
     Example:
         >>> import torch
         >>> from modkit.posthoc import reconstruct, save_snapshot
@@ -491,12 +476,13 @@ def reconstruct(
     )
     for snapshot, coefficient in zip(usable, fit.coefficients, strict=True):
         if coefficient:
-            _add(result, snapshot.path, coefficient)
+            _add(result, snapshot, coefficient)
     return result
 
 
-def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
+def _add(result: Reconstruction, snapshot: Snapshot, coefficient: float) -> None:
     """Add the averaged tensors of a file, times its coefficient, and replace the buffers."""
+    path = snapshot.path
     averages = StateDictFile(path, "averages")
     sums = result.averages
     if sums:
@@ -520,11 +506,7 @@ def _add(result: Reconstruction, path: Path, coefficient: float) -> None:
     buffers = StateDictFile(path, "buffers")
     for name in buffers.shapes:
         result.buffers[name] = buffers.tensor(name).clone()
-
-    left_out = content_of_file(path).get("left_out", [])
-    if not isinstance(left_out, list) or not all(isinstance(name, str) for name in left_out):
-        raise FileError(f"{path} is corrupt: its left_out is not a list of names")
-    result.left_out.update(left_out)
+    result.left_out.update(snapshot.left_out)
 
 
 class PostHocEMA:
@@ -795,25 +777,21 @@ class PostHocEMA:
             RuntimeError: If an average is swapped into the model.
         """
         self._ema._check_restored("PostHocEMA.load_state_dict()", self._ema.model)
-        checked = CheckedMapping(OWN_POSTHOC, state_dict, owner="PostHocEMA")
-        step = checked.integer("step", 0, _LAST_STEP)
+        state = Part(OWN_POSTHOC, state_dict, owner="PostHocEMA")
+        step = state["step"].count(0, _LAST_STEP)
         options = {"update_every": self._update_every, "sigma_rels": self._sigma_rels}
         for name, option in options.items():
             # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth
             # value.
-            if repr(checked.get(name)) != repr(option):
-                checked.refuse(name, f"{option!r}, as in this object")
+            if repr(state[name].value) != repr(option):
+                state[name].refuse(f"{option!r}, as in this object")
 
-        # Earlier versions did not save them.
-        branches = _branches_of(state_dict.get("branches", []))
-        if branches is None:
-            checked.refuse("branches", "a list of pairs of an id and a step")
-
+        branches = state["branches"].made(_branches_of)
         updates = step // self._update_every
-        averages = [average.tensors() for average in checked.each("averages")]
+        averages = [average.tensors() for average in state["averages"].each()]
         count = len(self._sigma_rels) if updates else 0
         if len(averages) != count:
-            checked.refuse("averages", f"a list of {count} at step {step}")
+            state["averages"].refuse(f"a list of {count} at step {step}")
 
         loaded = LoadedState(
             step=updates,

@@ -1,41 +1,152 @@
-"""Read the states that ``EMA.load_state_dict`` accepts, and match them with a model.
+"""Read the states of ``EMA``, migrate them, and match them with a model.
 
-These are the states of ``modkit.EMA``, of other libraries, and plain averaged weights. Version,
-counts, names and shapes are checked; everything else is built, and the engine commits it at the
-end. What nothing can be made of is a ``ValueError`` with its path, before anything changes.
+A state comes from a file, so nothing in it is trusted. Version, counts, names and shapes are
+checked; everything else is built, and the engine commits it at the end. What nothing can be made of
+is a ``ValueError`` with its path, before anything changes.
 """
 
+import math
 import operator
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from modkit._messages import add_note, warn_user
 from modkit.averaging import schedules as decays
-from modkit.averaging.foreign_states import Converted, State, convert
 from modkit.averaging.options import Options
-from modkit.averaging.precision import first_nonfinite, is_averaged
+from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state_checks import (
-    OWN,
-    CheckedMapping,
-    constructing,
-    described,
-    invalid_state,
-)
-from modkit.averaging.tensors import Member, NamedTensors, canonical_name, check_match, shapes_of
-from modkit.errors import MigrationError, NameMismatchError
+from modkit.averaging.tensors import NamedTensors, canonical_name, check_match, shapes_of
+from modkit.errors import MigrationError, NameMismatchError, shown
 
+
+# The sources of states that this library saved, as errors name them.
+OWN: Final = "modkit.EMA"
+OWN_POSTHOC: Final = "modkit.PostHocEMA"
+
+_LONGEST_REPR: Final = 80
+# The exceptions that torch and Python raise where something cannot be made of a value.
+_FAILURES: Final = (
+    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError),
+)
 
 # The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
 # since later releases "raw", "stepped" and "statistics" if there are any.
 VERSION: Final = 1
 _MISFIT: Final = "EMA: the state does not fit the model"
+
+ResultT = TypeVar("ResultT")
+
+
+def invalid_state(text: str, owner: str = "EMA") -> ValueError:
+    """Return the error for a state that ``owner`` cannot load, printable in a terminal."""
+    return ValueError(shown(f"{owner}: {text}. Nothing has been changed."))
+
+
+@contextmanager
+def constructing(path: str, owner: str = "EMA", end: str = "") -> Generator[None]:
+    """Raise a ValueError with the path of a part of a state, if nothing can be made of it."""
+    try:
+        yield
+    except _FAILURES as error:
+        reason = str(error).partition("\n")[0] + end
+        raise invalid_state(f"{path} of the state cannot be loaded: {reason}", owner) from error
+
+
+def described(value: object) -> str:
+    """Return a value as errors show it: in one line, and tensors without their elements."""
+    if isinstance(value, Tensor):
+        layout = "" if value.layout == torch.strided else f", layout {value.layout}"
+        shape = "nested" if value.is_nested else tuple(value.shape)
+        return f"a tensor of dtype {value.dtype}{layout} and shape {shape}"
+    line = repr(value)
+    return line if len(line) <= _LONGEST_REPR else f"{line[:_LONGEST_REPR]}..."
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a saved state, with its path; the parts in it are read by key or index.
+
+    Attributes:
+        source: The library that the state is from, as errors name it.
+        value: The part, which may be anything.
+        path: Its path in the state, such as ``averages[0]['tensors']``; empty for the whole state.
+        owner: The class that loads the state, with which errors begin.
+    """
+
+    source: str
+    value: Any
+    path: str = ""
+    owner: str = "EMA"
+
+    def refuse(self, requirement: str) -> NoReturn:
+        """Raise the ValueError that says what the part must be."""
+        text = f"{self.path or 'the state'} must be {requirement}, got {described(self.value)}"
+        raise invalid_state(f"the state of {self.source} is invalid: {text}", self.owner)
+
+    def made(self, make: Callable[[Any], ResultT]) -> ResultT:
+        """Return what a function makes of the part; what it raises is a ValueError."""
+        with constructing(self.path or "the whole", self.owner):
+            value = self.plain()
+            # A few bytes in a file may expand a tensor to any size.
+            if isinstance(value, Tensor):
+                raise TypeError(f"it is {described(value)}")
+            return make(value)
+
+    def get(self, key: Any, default: Any = None) -> "Part":
+        """Return a part that may be missing."""
+        if not isinstance(self.value, Mapping):
+            self.refuse("a mapping")
+        path = f"{self.path}[{key!r}]" if self.path else str(key)
+        return replace(self, value=self.value.get(key, default), path=path)
+
+    def __getitem__(self, key: Any) -> "Part":
+        part = self.get(key)
+        if key not in self.value:
+            raise invalid_state(f"the state of {self.source} has no {part.path}", self.owner)
+        return part
+
+    def each(self) -> "list[Part]":
+        """Return the parts of a list."""
+        if not isinstance(self.value, (list, tuple)):
+            self.refuse("a list")
+        entries = enumerate(self.value)
+        return [replace(self, value=value, path=f"{self.path}[{i}]") for i, value in entries]
+
+    def plain(self) -> Any:
+        """Return the part; other libraries may save a number as a tensor with one element."""
+        value = self.value
+        is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+        is_own = self.source in (OWN, OWN_POSTHOC)
+        return value.item() if is_number and not is_own else value
+
+    def count(self, least: int = 0, most: float = math.inf) -> int:
+        """Return the part, which must be an int within these limits."""
+        value = self.plain()
+        # A bool is an ``int`` too, and would pass ``isinstance``.
+        if type(value) is not int or not least <= value <= most:
+            limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            self.refuse(f"an int {limits}")
+        return value
+
+    def tensor(self) -> Tensor:
+        """Return the part, which must be a tensor with data."""
+        tensor = self.value
+        if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.is_nested:
+            self.refuse("a tensor with data")
+        return tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors in a mapping by name."""
+        tensors = {name: self[name].tensor() for name in self.made(dict)}
+        if not all(type(name) is str for name in tensors):
+            self.refuse("a mapping from names of type str")
+        return tensors
 
 
 @dataclass
@@ -83,11 +194,11 @@ def versions_of(model: torch.nn.Module) -> dict[str, int]:
     for path, module in model.named_modules(remove_duplicate=False):
         # Of a wrapper and its module, which have one path, the module comes last.
         if module._version != 1:
-            versions[_path(path)] = module._version
+            versions[path_of(path)] = module._version
     return versions
 
 
-def _path(path: str) -> str:
+def path_of(path: str) -> str:
     """Return the canonical path of a module, from the name that a tensor of it would have."""
     return canonical_name(f"{path}._".lstrip(".")).rpartition(".")[0]
 
@@ -139,57 +250,36 @@ def stored_average(
     return {"tensors": tensors, "generators": {}, "statistics": {}, "rests": rests or {}}
 
 
-def read(
-    state: State,
-    model: torch.nn.Module,
-    *,
-    schedules: list[Schedule],
-    update_every: int,
-    update_after_step: int,
-    n_averaged: int = 0,
-    step: int | None = None,
-) -> LoadedState:
-    """Read a state for an ``EMA`` of ``model`` with these options and this number of models.
+def is_own(state: Mapping[str, Any]) -> bool:
+    """Return True for a state of ``EMA``, empty ones included, and not of another library."""
+    if not isinstance(cast("object", state), Mapping):
+        Part(OWN, state).refuse("a mapping")
+    # One without its version is corrupt.
+    return not state or "version" in state or {"averages", "schedules"} <= state.keys()
 
-    Schedules of the state take precedence, with a warning. ``step`` is the number of calls of
-    ``update()`` so far, for a state without a counter. An invalid state is a ValueError.
+
+def read(state: Mapping[str, Any], current: LoadedState, step: int | None = None) -> LoadedState:
+    """Read a state of an ``EMA`` for one with the current counts and options.
+
+    Schedules and options of the state take precedence, with a warning. An invalid state is a
+    ValueError, and so is ``step``, the counter for states that have none.
     """
-    CheckedMapping(OWN, state)
-    if not state:
-        if step is not None:
-            raise invalid_state(f"load_state_dict() got step={step} and an empty state")
-        warn_user("EMA: the state is empty, so averaging starts anew")
-        nothing = Converted("nothing", {}, n_averaged=0)
-        return _started(nothing, schedules, every=update_every, after=update_after_step)
-
-    # A state of ``EMA`` without its version is corrupt, and not of another library.
-    if "version" not in state and not {"averages", "schedules"} <= state.keys():
-        converted = convert(state, model)
-        loaded = _started(
-            converted, schedules, every=update_every, after=update_after_step, step=step
-        )
-        with constructing("_metadata"):
-            metadata = getattr(state.get("state_dict", state), "_metadata", None)
-            if metadata is not None:
-                known = {_path(path): entry.get("version") for path, entry in metadata.items()}
-                loaded.versions = {path: known[path] for path in known if known[path] is not None}
-        if step is None and not converted.has_counter:
-            _warn_of_no_counter(converted.source, loaded, n_averaged)
-        return loaded
-
     if step is not None:
         raise invalid_state(
             f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load "
             "it without step"
+            if state
+            else f"load_state_dict() got step={step} and an empty state"
         )
-    loaded = _read_own(CheckedMapping(OWN, _with_empty_parts(state)), schedules)
+    if not state:
+        warn_user("EMA: the state is empty, so averaging starts anew")
+        return replace(current, step=0, start=None, n_averaged=0)
 
-    options: list[tuple[str, object, object]] = [
-        ("the schedule", saved, given)
-        for saved, given in zip(loaded.schedules, schedules, strict=True)
-    ]
-    options.append(("update_every", loaded.update_every, update_every))
-    options.append(("update_after_step", loaded.update_after_step, update_after_step))
+    loaded = _read_own(Part(OWN, state), current.schedules)
+    pairs = zip(loaded.schedules, current.schedules, strict=True)
+    options: list[tuple[str, object, object]] = [("the schedule", *pair) for pair in pairs]
+    options.append(("update_every", loaded.update_every, current.update_every))
+    options.append(("update_after_step", loaded.update_after_step, current.update_after_step))
     for name, saved, given in options:
         if saved != given:
             warn_user(
@@ -198,53 +288,55 @@ def read(
     return loaded
 
 
-def _read_own(checked: CheckedMapping, schedules: list[Schedule]) -> LoadedState:
-    """Read a state of ``EMA``."""
-    version = checked.integer("version", 1)
+def _read_own(state: Part, schedules: list[Schedule]) -> LoadedState:
+    """Read a state of ``EMA``; ``torch.distributed.checkpoint`` drops its empty dicts and lists."""
+    version = state["version"].count(1)
     if version > VERSION:
         raise invalid_state(f"the state has version {version}, newer than {VERSION}; update modkit")
 
     # The average began at call ``start``, and has at most one model of each call from there on.
-    least = {"step": 0, "n_averaged": 0, "update_every": 1, "update_after_step": 0}
-    counts: dict[str, Any] = {name: checked.integer(name, least[name]) for name in least}
+    step = state["step"].count()
     start: int | None = None
-    if counts["n_averaged"]:
-        start = checked.integer("start", 1, counts["step"])
-        checked.integer("n_averaged", 0, counts["step"] - start + 1)
-    elif checked.get("start") is not None:
-        checked.refuse("start", "None, as n_averaged is 0")
+    n_averaged = state["n_averaged"].count()
+    if n_averaged:
+        start = state["start"].count(1, step)
+        state["n_averaged"].count(0, step - start + 1)
+    elif state["start"].value is not None:
+        state["start"].refuse("None, as n_averaged is 0")
 
-    configs = checked.each("schedules")
-    averages = checked.each("averages")
-    if not len(configs) == len(averages) == len(schedules):
+    configs = state["schedules"].each()
+    averages = state.get("averages", [{}] * len(configs)).each()
+    shares = state.get("first_shares").made(lambda values: [*map(float, values or ())])
+    if not len(configs) == len(averages) == len(shares or configs) == len(schedules):
         raise invalid_state(
             f"the state holds {len(averages)} averages with {len(configs)} schedules, and this "
             f"object {len(schedules)}"
         )
 
-    values = checked.values
-    with constructing("stepped"):
-        stepped = frozenset(index for index in values.get("stepped", ()) if index >= 0)
-    with constructing("versions"):
-        versions = values.get("versions")
-        if versions is not None:
-            versions = {str(path): operator.index(version) for path, version in versions.items()}
-    with constructing("first_shares"):
-        shares = [float(share) for share in values.get("first_shares") or ()]
-        if len(shares) not in (0, len(schedules)):
-            raise ValueError(f"there are {len(schedules)} averages")
-
     return LoadedState(
-        **counts,
+        step=step,
         start=start,
+        n_averaged=n_averaged,
         schedules=[_schedule(*pair) for pair in zip(configs, schedules, strict=True)],
         averages=list(map(_average, averages)),
-        buffers=checked.inside("buffers").tensors(),
-        raw=checked.inside("raw").tensors() if "raw" in values else {},
-        versions=versions,
-        stepped=stepped,
+        update_every=state["update_every"].count(1),
+        update_after_step=state["update_after_step"].count(),
+        buffers=state.get("buffers", {}).tensors(),
+        raw=state.get("raw", {}).tensors(),
+        stepped=state.get("stepped", ()).made(_indices),
+        versions=state.get("versions").made(_versions),
         first_shares=shares or None,
     )
+
+
+def _indices(saved: Iterable[int]) -> frozenset[int]:
+    return frozenset(index for index in saved if index >= 0)
+
+
+def _versions(saved: Mapping[Any, Any] | None) -> dict[str, int] | None:
+    if saved is None:
+        return None
+    return {str(path): operator.index(version) for path, version in saved.items()}
 
 
 def _plain(value: object) -> object:
@@ -254,54 +346,43 @@ def _plain(value: object) -> object:
     return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def _schedule(checked: CheckedMapping, current: Schedule) -> Schedule:
+def _schedule(saved: Part, current: Schedule) -> Schedule:
     """Return ``current``, the schedule of the ``EMA``, if the state has an equal one, or its own.
 
     Functions and subclasses cannot be made from a state: code is never taken from a file.
     """
-    config = _plain(checked.values)
-    try:
+    if not isinstance(saved.value, Mapping):
+        saved.refuse("a mapping")
+    config = _plain(saved.value)
+    remedy = (
+        ". If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; "
+        f"this one has {current}"
+    )
+    # A tensor has no truth value, and an int may be too large for a float.
+    with constructing(f"{saved.path}, {described(config)},", end=remedy):
         if config == _plain(current.to_config()):
             return current
-
-        saved = decays.from_config(checked.values)
-        error: object = f"its fields must be those of {saved}"
-        if config == _plain(saved.to_config()):
-            return saved
-    except (TypeError, ValueError, OverflowError, RuntimeError) as failed:
-        # A tensor has no truth value, and an int may be too large for a float.
-        error = failed
-
-    raise invalid_state(
-        f"{checked.path} of the state, {described(dict(checked.values))}, cannot be created: "
-        f"{error}. If it was a function or a subclass of Schedule, pass an equal one to EMA as "
-        f"schedule=; this one has {current}"
-    )
+        schedule = decays.from_config(saved.value)
+        if config != _plain(schedule.to_config()):
+            raise ValueError(f"its fields must be those of {schedule}")
+        return schedule
 
 
-def _average(checked: CheckedMapping) -> dict[str, Any]:
+def _average(saved: Part) -> dict[str, Any]:
     """Return what a state holds of an average; of its parts, only those that are needed exist."""
-    parts = {
-        part: checked.inside(part).tensors() if part in checked.values else {}
-        for part in stored_average({})
-    }
-    return {**parts, "generators": _generators(checked.key("generators"), parts["generators"])}
+    parts = {name: saved.get(name, {}).tensors() for name in stored_average({})}
+    # A state that was saved on a machine with an accelerator loads on one without it.
+    parts["generators"] = {n: state for n, state in parts["generators"].items() if _exists(n)}
+    return parts
 
 
-def _generators(path: str, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the states of random generators, without those of devices that do not exist here."""
-    present: dict[str, Tensor] = {}
-    for name, state in states.items():
-        with constructing(f"{path}[{name!r}]"):
-            device = torch.device(name)
-            try:
-                generator = torch.Generator(device=device)
-            except RuntimeError:
-                # A state that was saved on a machine with an accelerator loads on one without it.
-                continue
-            generator.set_state(state.cpu())
-        present[name] = state
-    return present
+def _exists(device: str) -> bool:
+    """Return True if there are random generators for a device here."""
+    try:
+        torch.Generator(device=device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
@@ -311,17 +392,7 @@ def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
     shapes = {name: member.required_shape() for name, member in members.items()}
     problem = "EMA: the training weights of the state do not fit the model"
     check_match(problem, shapes, shapes_of(raw))
-    _check_copies("raw", raw, members.values())
-
-
-def _with_empty_parts(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Restore the empty dicts and lists of a state, which ``torch.distributed.checkpoint`` drops.
-
-    Before the first update nothing is stored of any average.
-    """
-    schedules = state.get("schedules")
-    count = len(schedules) if isinstance(schedules, list) else 0
-    return {"buffers": {}, "averages": [{}] * count, **state}
+    _check_like("raw", raw, {name: member.tensor for name, member in members.items()})
 
 
 def matched(
@@ -340,7 +411,7 @@ def matched(
     if not members.has_lazy():
         averaged, others = options.split(members, averaged)
         copied = {member.name for member in others}
-        _check_copies("buffers", loaded.buffers, others)
+        _check_like("buffers", loaded.buffers, {member.name: member.tensor for member in others})
 
     tensors_of_each = [dict(stored["tensors"]) for stored in loaded.averages]
     for index, tensors in enumerate(tensors_of_each):
@@ -360,14 +431,9 @@ def matched(
             present = {name: members.buffers[name].tensor.shape for name in statistics}
             check_match(_MISFIT, present, shapes_of(statistics))
 
-        for name, member in averaged.items():
-            average = tensors[name]
-            is_like = is_averaged(average) and average.is_complex() == member.is_complex()
-            if not is_like or average.layout != torch.strided:
-                raise invalid_state(
-                    f"averages[{index}]['tensors'][{name!r}] of the state must be of a dtype like "
-                    f"{member.dtype} and dense, got {described(average)}"
-                )
+        # The engine refuses the others, which torch cannot average.
+        dense = {n: tensor for n, tensor in averaged.items() if tensor.layout == torch.strided}
+        _check_like(f"averages[{index}]['tensors']", tensors, dense)
         tensors.update(_sums(index, stored))
 
     if options.on_nonfinite != "ignore":
@@ -390,11 +456,10 @@ def _sums(index: int, stored: Mapping[str, Any]) -> dict[str, Tensor]:
     return sums
 
 
-def _check_copies(path: str, tensors: Mapping[str, Tensor], members: Iterable[Member]) -> None:
+def _check_like(path: str, tensors: Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
     """Raise ValueError for a saved tensor that cannot be copied in place of that of the model."""
-    for member in members:
-        like = member.tensor
-        saved = tensors.get(member.name, like)
+    for name, like in members.items():
+        saved = tensors.get(name, like)
         is_like = saved.layout == like.layout and saved.is_complex() == like.is_complex()
         # Buffers may have had another shape, but a state has memory for each element.
         has_memory = (
@@ -402,7 +467,7 @@ def _check_copies(path: str, tensors: Mapping[str, Tensor], members: Iterable[Me
         )
         if not (is_like and has_memory):
             raise invalid_state(
-                f"{path}[{member.name!r}] of the state must be like {described(like)}, got "
+                f"{path}[{name!r}] of the state must be like {described(like)}, got "
                 f"{described(saved)}"
             )
 
@@ -422,70 +487,3 @@ def _check_finite(tensors_of_each: list[dict[str, Tensor]], on_nonfinite: str) -
             f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} "
             "contains inf or nan"
         )
-
-
-def _started(
-    converted: Converted,
-    schedules: list[Schedule],
-    *,
-    every: int,
-    after: int,
-    step: int | None = None,
-) -> LoadedState:
-    """Return the state of an ``EMA`` that continues averages of another library.
-
-    ``every`` and ``after`` are the options, and ``step`` the number of calls of ``update()`` so far
-    if the user has given it, which takes precedence over the counters of the state.
-    """
-    if converted.update_after_step is not None:
-        after = converted.update_after_step
-    first = after + 1
-
-    def count_at(calls: int) -> int:
-        # One model of call ``first``, and one every ``every`` calls from there on.
-        return max(0, 1 + (calls - first) // every)
-
-    # The number of the user counts first, then the library's counter of calls, unless its count of
-    # models says something else; then its count of models alone.
-    if step is not None:
-        calls = step
-    elif converted.step is not None and converted.n_averaged in (None, count_at(converted.step)):
-        calls = converted.step
-    else:
-        # Lightning saves both numbers, and its steps are not calls where a ``should_update()`` of
-        # the user skips some.
-        models = 1 if converted.n_averaged is None else converted.n_averaged
-        calls = first + (models - 1) * every if models else 0
-
-    count = count_at(calls)
-    return LoadedState(
-        step=calls,
-        # Until the first update there is no average: what the library holds is a copy of the
-        # weights.
-        start=first if count else None,
-        n_averaged=count,
-        update_every=every,
-        update_after_step=after,
-        schedules=[converted.schedule or schedule for schedule in schedules],
-        averages=[stored_average(converted.averages, converted.rests)] * len(schedules),
-        buffers=converted.averages,
-        foreign=True,
-        mixed=True,
-    )
-
-
-def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> None:
-    """Warn if a state without a counter ends an average, or the number of updates matters."""
-    after = loaded.update_after_step
-    is_constant = not after and all(map(decays.is_constant, loaded.schedules))
-    if is_constant and not n_averaged:
-        return
-
-    state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
-    schedules = ", ".join(map(str, loaded.schedules))
-    replaced = f" It replaces an average of {n_averaged} models." if n_averaged else ""
-    warn_user(
-        f"EMA: {state_holds} no counter, so it is taken for that of the first update "
-        f"(step={after + 1}), from which {schedules} continues.{replaced} After more updates pass "
-        "the number of calls of update(), as in load_state_dict(state, step=1000)."
-    )

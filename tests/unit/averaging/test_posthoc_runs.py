@@ -168,41 +168,15 @@ def test_branches_that_were_brought_together(tmp_path: Path) -> None:
         assert run.error(posthoc.reconstruct(tmp_path / "here", WIDTH, run=mine)) < 0.03
 
 
-def without_branches(path: Path) -> None:
-    """Rewrite a snapshot as earlier versions wrote it."""
-    content = torch.load(path, weights_only=True)
-    del content["branches"], content["left_out"]
-    torch.save(content, path)
-
-
-def test_snapshots_of_earlier_versions(tmp_path: Path) -> None:
-    """They are taken for one run, with a warning, and a resumed run goes on from them."""
-    first = Run(tmp_path).train(400)
-    for snapshot in find_snapshots(tmp_path):
-        without_branches(snapshot.path)
-    state = {k: v for k, v in first.averages.state_dict().items() if k != "branches"}
-    second = Run(tmp_path, seed=1)
-    second.model.load_state_dict(first.model.state_dict())
-    second.averages.load_state_dict(state)
-    second.path = list(first.path)
-    with pytest.warns(UserWarning, match="do not say which run they are of"):
-        second.train(400)
-    with pytest.warns(UserWarning, match="do not say which run they are of"):
-        average = posthoc.reconstruct(tmp_path, WIDTH)
-
-    assert average.step == 800
-    assert second.error(average) < 0.03
-
-
-@pytest.mark.parametrize("branches", [3, {}, [["a"]], [["a", 1.0]], [[1, 2]]])
+@pytest.mark.parametrize("branches", [3, None, [["a"]], [["a", 1.0]], [[1, 2]]])
 def test_invalid_branches(branches: Any, tmp_path: Path) -> None:
     """A file with them is refused by its path, and a state by the entry."""
     run = Run(tmp_path).train(100)
     path = find_snapshots(tmp_path)[0].path
     torch.save({**torch.load(path, weights_only=True), "branches": branches}, path)
-    with pytest.raises(FileError, match=r"ema-0000000100.* is corrupt: its branches"):
+    with pytest.raises(FileError, match=r"ema-0000000100.* is corrupt: "):
         find_snapshots(tmp_path)
-    with pytest.raises(ValueError, match="branches must be a list of pairs"):
+    with pytest.raises(ValueError, match="PostHocEMA: branches of the state cannot be loaded"):
         run.averages.load_state_dict({**run.averages.state_dict(), "branches": branches})
 
 

@@ -14,6 +14,7 @@ STATE = {
     "step": 1,
     "update_every": 1,
     "sigma_rels": [0.05, 0.1],
+    "branches": [],
     "averages": [{"weight": torch.ones(1, 1), "bias": torch.ones(1)}] * 2,
 }
 
@@ -199,7 +200,7 @@ INVALID = "the state of modkit.PostHocEMA is invalid:"
         ({**STATE, "averages": 3}, f"{INVALID} averages must be a list, got 3"),
         (
             {**STATE, "averages": [{"weight": torch.ones(1, 1), "bias": 5}] * 2},
-            f"{INVALID} averages[0]['bias'] must be a tensor with data, under a name of type str, got 5",
+            f"{INVALID} averages[0]['bias'] must be a tensor with data, got 5",
         ),
     ],
 )
