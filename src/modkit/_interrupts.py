@@ -71,8 +71,14 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
                 _Process.outermost = self
                 for number in _DEFERRED:
                     handler = _signals.getsignal(number)
-                    if callable(handler):
-                        self._replace(number, handler)
+                    if not callable(handler):
+                        continue
+                    if _sigaction is not None:
+                        _sigaction(number, None, _actions[number])
+                    self._handlers[number] = handler
+                    # In this order: restoring a handler that was not replaced has no effect.
+                    self._replaced.append(number)
+                    _set_handler(number, self._wait)
             except BaseException:
                 # A signal arrived before its own handler was replaced, and after that of another.
                 self._leave()
@@ -85,14 +91,6 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
     def __exit__(self, *_: object) -> None:
         self._lock.release()
         self._leave()
-
-    def _replace(self, number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
-        if _sigaction is not None:
-            _sigaction(number, None, _actions[number])
-        self._handlers[number] = handler
-        # In this order: restoring a handler that was not replaced has no effect.
-        self._replaced.append(number)
-        _set_handler(number, self._wait)
 
     def _wait(self, number: int, frame: FrameType | None) -> None:
         self._waiting.append((number, frame))

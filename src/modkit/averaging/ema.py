@@ -386,7 +386,7 @@ class EMA(Generic[ModelT_co]):
         source = self.model if model is None else model
         if active_swaps or self._overwritten:
             self._check_restored("EMA.update()", source)
-        if source is self.model:
+        if self._steps.versions is not None and source is self.model:
             self._steps.warn_if_updated()
 
         # ``count`` is the schedule's ``n``: the number of steps since the average was a copy.
@@ -399,15 +399,19 @@ class EMA(Generic[ModelT_co]):
             self.step = step
             return
 
-        decays = [schedule.over(count, every) for schedule in self.schedules]
-        taken = self._engine.step(source, Ema([1.0 - decay for decay in decays]), count)
+        shares = [1.0] * len(self.schedules) if start is None else self._first_shares
+        new_shares: list[float] = []
+        weights: list[float] = []
+        for index, schedule in enumerate(self.schedules):
+            decay = schedule.over(count, every)
+            weights.append(1.0 - decay)
+            if shares is not None:
+                new_shares.append(shares[index] if start is None else shares[index] * decay)
+        taken = self._engine.step(source, Ema(weights), count)
 
         # Counters change after the step: if that raises, the update has not taken place.
         if taken:
-            shares = [1.0] * len(decays) if start is None else self._first_shares
-            if start is not None and shares is not None:
-                shares = [share * decay for share, decay in zip(shares, decays, strict=True)]
-            self._first_shares = shares
+            self._first_shares = new_shares or None
             self._start = step if start is None else start
             self.n_averaged += 1
         elif start is not None:

@@ -64,9 +64,15 @@ class Pairing:
         tensors = [tensor for _, tensor, _ in self.pairs]
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in self.pairs)
-        unknown = is_stale or named.has_lazy()
-        self.watch: Watch = Watch([named], tensors, buffers=True, frozen=frozen, unknown=unknown)
+        unknown = is_stale or named.has_lazy() or named.scripted
+        self.watch: Watch = Watch(
+            named.states, tensors, buffers=True, frozen=frozen, unknown=unknown
+        )
         self.registered: Registered = Registered(named, self.pairs, self.watch)
+
+    def adapt(self) -> bool:
+        """Return False: nothing of it can change."""
+        return False
 
 
 class Engine:
@@ -134,7 +140,8 @@ class Engine:
         taken = plan.step(rule, count) is not False
         self.begun = self.begun or taken
         for average in self.averages:
-            average.statistics = {}
+            if average.statistics:
+                average.statistics = {}
         return taken
 
     def _named(self, model: torch.nn.Module) -> NamedTensors:

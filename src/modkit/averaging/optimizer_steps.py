@@ -100,6 +100,7 @@ class OptimizerSteps:
 
     Attributes:
         stepped: Indices of those that have stepped in this training step.
+        versions: Versions of parameters when the averages were last updated by an optimizer's step.
     """
 
     def __init__(self, stepped: Iterable[int] = ()) -> None:
@@ -109,8 +110,7 @@ class OptimizerSteps:
         self._trained: dict[int, list[int]] = {}
         self.stepped: set[int] = set(stepped)
         self._handles: list[RemovableHandle] = []
-        # Versions of parameters when the averages were last updated by an optimizer's step.
-        self._versions: list[int] | None = None
+        self.versions: list[int] | None = None
         self._has_warned = False
         # Optimizers may step in backward, which runs in a thread for each device.
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ class OptimizerSteps:
         if self._end(index, *call):
             self._check_trained(averaged)
             update()
-            self._versions = self._versions_now()
+            self.versions = self._versions_now()
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -214,7 +214,7 @@ class OptimizerSteps:
         self._trained = {}
         self._handles = []
         self.stepped = set()
-        self._versions = None
+        self.versions = None
 
     def state_dict(self) -> dict[str, list[int]]:
         """Return which optimizers have stepped; empty between training steps."""
@@ -223,7 +223,7 @@ class OptimizerSteps:
     def load(self, stepped: Iterable[int]) -> None:
         """Continue a training step that was saved before it was over."""
         self.stepped = set(stepped)
-        self._versions = None
+        self.versions = None
 
     def _in_progress(self, index: int, calls: int) -> list[int]:
         """Return the indices of the optimizers that are stepping in this thread, innermost first.
@@ -262,7 +262,7 @@ class OptimizerSteps:
         self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
     ) -> bool:
         """Note that an optimizer begins a step."""
-        self._versions = None
+        self.versions = None
         stepping = self._in_progress(index, self._calls.count + 1)
         self._calls.count = len(stepping)
         if (
@@ -297,7 +297,7 @@ class OptimizerSteps:
 
     def warn_if_updated(self) -> None:
         """Warn once if an attached optimizer has already updated the averages for this step."""
-        if self._has_warned or self._versions is None or self._versions != self._versions_now():
+        if self._has_warned or self.versions is None or self.versions != self._versions_now():
             return
         self._has_warned = True
         warn_user(

@@ -99,9 +99,7 @@ def lerp_(
     like = averages[0][0]
     current = currents[0]
     if like.dtype == current.dtype and like.device == current.device:
-        # Nothing is created here, and autograd takes a tenth of the time of small tensors.
-        with torch.inference_mode():
-            _lerp_all(averages, currents, weights)
+        _lerp_all(averages, currents, weights)
         return
 
     elements = min(sum(tensor.numel() for tensor in currents), _chunk_for(like))

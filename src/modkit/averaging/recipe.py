@@ -48,7 +48,8 @@ class Watch:
     if the tables are those of the block: no longer does anything bring them up to date.
 
     Args:
-        models: The models whose tables of parameters and children are compared.
+        states: ``__dict__`` of modules, whose tables of parameters and children are compared. Not
+            the modules themselves, which an average does not keep alive.
         tensors: Tensors whose metadata are compared.
         buffers: Whether buffers count too: otherwise forwards may replace them under the same
             names.
@@ -60,7 +61,7 @@ class Watch:
 
     def __init__(
         self,
-        models: Sequence[NamedTensors] = (),
+        states: Sequence[dict[str, Any]] = (),
         tensors: Iterable[Tensor] = (),
         *,
         buffers: bool = False,
@@ -69,16 +70,14 @@ class Watch:
         frozen: Iterable[Tensor] = (),
         unknown: bool = False,
     ) -> None:
-        # A scripted model cannot be watched, so it is walked again each time.
-        self._unknown = unknown or any(model.scripted for model in models)
-        states = [state for model in models for state in model.states]
-        # Without the modules themselves, which an average does not keep alive.
+        self._unknown = unknown
         self._places = [(state, name) for state in states for name in _TABLES if state[name]]
         # No ``starmap``, which the compiler of torch 2.8 cannot follow.
         self._tables = [state[name] for state, name in self._places]
         compared = _TABLES if buffers else ("_modules", "_parameters")
         registries = [*tables, *(state[name] for state in states for name in compared)]
-        named = [] if buffers else [state["_buffers"] for state in states]
+        held = set(map(id, registries))
+        named = [state["_buffers"] for state in states if id(state["_buffers"]) not in held]
 
         # Most tables are empty, and those are checked together.
         self._empty = [table for table in (*registries, *named) if not table]
@@ -179,7 +178,7 @@ class Copies:
 
     Attributes:
         lists: Lists of targets and sources that have one device and dtype each, with what copies
-            them. Valid until ``watch`` has noticed a change: then call :meth:`plan`.
+            them, as the latest :meth:`plan` has found them.
     """
 
     def __init__(
@@ -191,16 +190,13 @@ class Copies:
     ) -> None:
         self.pairs: list[tuple[dict[str, Any], str, Member]] = list(pairs)
         self.lists: list[tuple[ListCopier, list[Tensor], list[Tensor]]] = []
-        # Without pairs there is never anything to plan.
-        self.watch: Watch = Watch(unknown=len(self.pairs) > 0)
         self._device = device
         self._follow = follow
 
     def plan(self) -> None:
         """Find the sources, make copies that do not fit anew, and group both for the kernels.
 
-        Sources and copies are grouped by device and dtype, so that one call copies a whole list. It
-        need not be called again until ``watch`` notices a change.
+        Sources and copies are grouped by device and dtype, so that one call copies a whole list.
         """
         sources = [_source_of(member) for _, _, member in self.pairs]
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
@@ -219,15 +215,20 @@ class Copies:
             for targets, sources in lists.values()
         ]
 
-        # The tables are watched too: a forward may replace a buffer by one with the same metadata.
+    def tensors(self) -> list[Tensor]:
+        """Return the sources and the copies that are registered now."""
+        sources = [_source_of(member) for _, _, member in self.pairs]
         targets = [registry.get(key) for registry, key, _ in self.pairs]
-        tensors = [tensor for tensor in sources + targets if tensor is not None]
+        return [tensor for tensor in sources + targets if tensor is not None]
+
+    def tables(self) -> list[Registry]:
+        """Return the tables of sources and copies."""
         tables = {
             id(table): table
             for registry, _, member in self.pairs
             for table in (registry, member.registry)
         }
-        self.watch = Watch(tensors=tensors, tables=tables.values())
+        return [*tables.values()]
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""
@@ -304,16 +305,38 @@ class Plan:
         self._groups: list[Group] = grouped(averages, currents, alone=alone)
         self._meshes = meshes_of(currents.values())
         members = [member for model in models for member in model.buffers.values()]
-        self.watch: Watch = Watch(
-            models,
-            [*currents.values(), *more],
+        self._watching = partial(
+            Watch,
+            [state for model in models for state in model.states],
             buffers=buffers,
             members=[member for member in members if member.name in currents],
-            frozen=frozen,
+            frozen=[*frozen],
+            # A scripted model cannot be watched, so it is walked again each time.
+            unknown=any(model.scripted for model in models),
         )
+        self._tensors = [*currents.values(), *more]
+        # Notices what ends the plan; ``watch`` also notices sources of copies that were replaced.
+        self._ending: Watch = self._watching(self._tensors)
+        self.watch: Watch = self._ending
+        self._has_copies = not copies.pairs
+
+    def adapt(self) -> bool:
+        """Return True if the change is one of copies, which the next step finds anew."""
+        if self._ending.changed():
+            return False
+        self._has_copies = False
+        return True
+
+    def _find_copies(self) -> None:
+        self._copies.plan()
+        # The tables are watched too: a forward may replace a buffer by one with the same metadata.
+        self.watch = self._watching(
+            [*self._tensors, *self._copies.tensors()], tables=self._copies.tables()
+        )
+        self._has_copies = True
 
     def step(self, rule: Rule, count: Count) -> bool | Tensor:
-        """Take one step of all averages, and bring the copies up to date.
+        """Take one step of all averages, and bring the copies up to date, without gradients.
 
         Args:
             rule: How the averages move. At 0 they are copies, whatever the rule.
@@ -333,23 +356,22 @@ class Plan:
         elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
             return False
 
-        if self._copies.watch.changed():
-            self._copies.plan()
+        if not self._has_copies:
+            self._find_copies()
         if self._options.on_nonfinite == "skip" and not is_first:
             finite = self._all_finite()
 
         on_device = isinstance(count, Tensor) or isinstance(finite, Tensor)
-        with torch.no_grad():
-            if finite is not False and (on_device or count >= 0):
-                for group in self._groups:
-                    if on_device:
-                        rule.step_on_device(group, count, finite)
-                    elif is_first:
-                        copy(group)
-                    else:
-                        rule.step(group, count)
-            for copy_list, targets, sources in self._copies.lists:
-                copy_list(targets, sources)
+        if finite is not False and (on_device or count >= 0):
+            for group in self._groups:
+                if on_device:
+                    rule.step_on_device(group, count, finite)
+                elif is_first:
+                    copy(group)
+                else:
+                    rule.step(group, count)
+        for copy_list, targets, sources in self._copies.lists:
+            copy_list(targets, sources)
         return finite
 
     def _starts_finite(self) -> bool:
@@ -372,9 +394,11 @@ class Plan:
 
 
 class Watched(Protocol):
-    """A value that is valid until something changes."""
+    """A value that is valid until something changes, unless it adapts to that."""
 
     watch: Watch
+
+    def adapt(self) -> bool: ...
 
 
 ValueT = TypeVar("ValueT", bound=Watched)
@@ -424,7 +448,7 @@ class Cache(Generic[ValueT]):
         for entry in self._entries:
             if entry.model() is not model or entry.key != key:
                 others.append(entry)
-            elif entry.facts == facts and not entry.value.watch.changed():
+            elif entry.facts == facts and (not entry.value.watch.changed() or entry.value.adapt()):
                 return entry.value
 
         # After an error in ``make`` there is no value: the old one is out of date.

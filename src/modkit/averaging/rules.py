@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
 from typing_extensions import override
 
-from modkit._upstream import PLAIN, copy_all_, foreach_devices
+from modkit._upstream import PLAIN, copy_all_, foreach_devices, foreach_lerp_
 from modkit.averaging import precision
 from modkit.averaging.precision import Weight, where_
 from modkit.averaging.sharding import is_sharded_alike, local_shard
@@ -36,25 +36,23 @@ class Group:
         averages: The averaged tensors, in a list for each owner.
         currents: The tensors of the model, in the order of each of these lists.
         has_average: Whether the averages are floating-point or complex: integers have no average.
+        is_alike: Whether averages and model have one dtype and device, so that a kernel takes both.
     """
 
     owners: Sequence[Average]
     averages: list[list[Tensor]]
     currents: list[Tensor] = field(default_factory=list)
     has_average: bool = True
+    is_alike: bool = False
 
     @classmethod
-    def like(cls, owners: Sequence[Average], average: Tensor) -> "Group":
-        """Return a group without tensors.
-
-        Args:
-            owners: The averages.
-            average: A tensor of an average; integers have none.
-        """
+    def like(cls, owners: Sequence[Average], average: Tensor, current: Tensor) -> "Group":
+        """Return a group without tensors, for tensors like an average and what it follows."""
         return cls(
             owners,
             averages=[[] for _ in owners],
             has_average=precision.is_averaged(average),
+            is_alike=(average.dtype, average.device) == (current.dtype, current.device),
         )
 
     def add(self, name: str, current: Tensor) -> None:
@@ -116,7 +114,7 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, alone: bool = False
             is_sharded_alike(average, current),
         )
         if key not in groups:
-            groups[key] = Group.like(owners, average)
+            groups[key] = Group.like(owners, average, current)
         groups[key].add(name, current)
 
     return list(groups.values())
@@ -200,23 +198,48 @@ class Ema(Rule):
     """The exponential average: ``average + weight * (current - average)``, ``weight = 1 - decay``.
 
     Args:
-        weights: The weight of each average in this step.
+        weights: The weight of each average in this step; a tensor is in the memory of the device.
         function: Torch's function for lists of tensors, which integers need: they have no ``lerp``.
     """
 
     def __init__(
-        self, weights: Sequence[float], function: Callable[..., None] | None = None
+        self, weights: Sequence[Weight], function: Callable[..., None] | None = None
     ) -> None:
         self._weights = weights
         self._function = function
 
     @override
     def step(self, group: Group, count: Count) -> None:
-        if group.has_average:
-            _move(group, self._weights)
-        else:
+        currents = group.currents
+        if not group.has_average:
             assert self._function is not None
             _call(self._function, group, count)
+            return
+
+        lerped: list[list[Tensor]] = []
+        lerp_weights: list[Weight] = []
+        for owner, averages, weight in zip(
+            group.owners, group.averages, self._weights, strict=True
+        ):
+            if isinstance(weight, float) and weight == 1.0:
+                # A lerp from an infinite average would be NaN.
+                copy_all_(averages, currents)
+            elif owner.options.precision == "stochastic" and precision.is_rounded(
+                averages[0].dtype
+            ):
+                generator = owner.generator(averages[0].device)
+                precision.stochastic_(averages, currents, weight, generator)
+            elif group.is_alike and not isinstance(weight, Tensor):
+                # Nothing is created, and autograd takes a tenth of the time of small tensors.
+                with torch.inference_mode():
+                    foreach_lerp_(averages, currents, weight)
+            else:
+                lerped.append(averages)
+                lerp_weights.append(weight)
+
+        # Together, so that values of another dtype or device are cast once for all averages.
+        if lerped:
+            precision.lerp_(lerped, currents, lerp_weights)
 
 
 class Swa(Rule):
@@ -238,7 +261,7 @@ class Swa(Rule):
         # Torch's default chooses the form by the device, and each form rounds in another way.
         has_kernels = has_foreach_kernels(group.averages[0][0].device)
         if group.has_average and (self._by_weight or has_kernels):
-            _move(group, (_equal_weight(count),))
+            Ema((_equal_weight(count),)).step(group, count)
         elif self._function is not None or has_kernels:
             _call(self._function or _swa_, group, count)
         else:
@@ -317,26 +340,6 @@ def copy(group: Group) -> None:
     """Copy the current values of a group."""
     for averages in group.averages:
         copy_all_(averages, group.currents)
-
-
-def _move(group: Group, weights: Sequence[Weight]) -> None:
-    """Move each average by its weight towards the current values, in its precision."""
-    lerped: list[list[Tensor]] = []
-    lerp_weights: list[Weight] = []
-    for owner, averages, weight in zip(group.owners, group.averages, weights, strict=True):
-        if isinstance(weight, float) and weight == 1.0:
-            # A lerp from an infinite average would be NaN.
-            copy_all_(averages, group.currents)
-        elif owner.options.precision == "stochastic" and precision.is_rounded(averages[0].dtype):
-            generator = owner.generator(averages[0].device)
-            precision.stochastic_(averages, group.currents, weight, generator)
-        else:
-            lerped.append(averages)
-            lerp_weights.append(weight)
-
-    # Together, so that values of another dtype or device are cast once for all averages.
-    if lerped:
-        precision.lerp_(lerped, group.currents, lerp_weights)
 
 
 def _equal_weight(count: Count) -> Weight:

@@ -244,7 +244,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         on_device = counter.device.type not in HOST_DEVICES and not counter.is_meta
         count: Count = counter.detach() if on_device else int(counter)
 
-        with uninterrupted():
+        with uninterrupted(), torch.no_grad():
             # Functions of the user get the tensors one by one, or as lists.
             alone = isinstance(rule, UserFunction) and rule.alone
             facts = id(self.module), self.use_buffers, alone

@@ -12,7 +12,7 @@ from tests.cases import for_each
 def watch_of(net: nn.Module) -> Watch:
     """Watch the parameters of a model, as an average does."""
     named = NamedTensors(net)
-    return Watch([named], [member.tensor for member in named.parameters.values()])
+    return Watch(named.states, [member.tensor for member in named.parameters.values()])
 
 
 class Net(nn.Module):
