@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.unit.test_public_face import NAMESPACES, public_objects
+from tests.unit.test_public_face import public_objects
 
 
 # The namespaces whose objects replace those of torch.
@@ -54,39 +54,6 @@ def test_help_is_that_of_torch_and_then_what_differs(path: str) -> None:
     assert shown.startswith(theirs)
     assert difference == "" or difference.startswith("\n\nmodkit: ")
     assert difference.count("\nmodkit: ") <= 1
-
-
-def test_every_drop_in_has_such_help() -> None:
-    """Classes, their methods, and functions are among them."""
-    expected = {
-        "modkit.nn.Module",
-        "modkit.nn.Module.load_state_dict",
-        "modkit.nn.Module.to",
-        "modkit.nn.Module._load_from_state_dict",
-        "modkit.optim.swa_utils.AveragedModel",
-        "modkit.optim.swa_utils.AveragedModel.update_parameters",
-        "modkit.optim.swa_utils.update_bn",
-        "modkit.jit.ScriptModule",
-        "modkit.jit.ScriptModule.save",
-        "modkit.jit.load",
-        "modkit.jit.script",
-    }
-
-    assert expected <= {*DOCUMENTED_BY_TORCH}
-
-
-@for_each("path", sorted({*NAMESPACES} - DROP_INS))
-def test_other_objects_keep_their_help(path: str) -> None:
-    """Outside of the drop-ins nothing has a path of torch's, whose docstring it would show."""
-    assert [name for name, _ in public_objects(path) if torch_object(f"{path}.{name}")] == []
-
-
-@for_each("path", [path for path, _ in objects() if path not in DOCUMENTED_BY_TORCH])
-def test_help_without_a_docstring_of_torch(path: str) -> None:
-    """Public objects that torch lacks, or does not document, have a docstring of modkit."""
-    found = dict(objects())[path]
-
-    assert found.__doc__ or path.rpartition(".")[2].startswith("_")
 
 
 # Torch is compiled anew for such a process.

@@ -5,7 +5,6 @@ import functools
 import gc
 import io
 import pickle
-import sys
 import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,100 +18,14 @@ import modkit
 from modkit import migrations
 from modkit.errors import MigrationError
 from tests.helpers import MODKIT, TORCH, Implementation
-from tests.parity.hooks.tools import MODULE_REGISTRARS, do_nothing
-from tests.processes import python
+from tests.parity.hooks.tools import do_nothing
 
-
-# A process of its own, because both libraries change with what ran before: ``torch.compile``, for
-# one, replaces ``torch.nn.Module.__init__``, and modkit then calls the replacement.
-PROGRAM = """
-import gc
-import tracemalloc
-
-import torch
-
-import modkit.nn
-
-
-COUNT = 200
-
-
-def size(module):
-    make = type("Empty", (module,), {})
-    # The first instances of a class also pay for what all share. Torch builds a module without its
-    # ``__dict__``, and adds that when it is first asked for.
-    first = [make().eval() for _ in range(10)]
-    kept = [None] * COUNT
-    gc.collect()
-    before, _ = tracemalloc.get_traced_memory()
-    for index in range(COUNT):
-        kept[index] = make().eval()
-    gc.collect()
-    after, _ = tracemalloc.get_traced_memory()
-    assert len(first) == 10
-    return (after - before) / COUNT
-
-
-gc.collect()
-tracemalloc.start()
-print(size(modkit.nn.Module), size(torch.nn.Module))
-"""
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="a filled dict shares no keys")
-def test_a_module_is_no_larger_than_torchs() -> None:
-    """A module that has been used once takes at most as much memory as torch's."""
-    result = python(PROGRAM)
-    ours, theirs = map(float, result.stdout.split())
-
-    # A few bytes are noise, such as integers that are cached meanwhile.
-    assert ours <= theirs + 4
-    assert theirs > 1000
-
-
-# Torch takes neither both kinds of backward hooks, nor one function as both kinds of state-dict hooks.
-REGISTRARS = [
-    register
-    for register in MODULE_REGISTRARS
-    if register not in {"register_backward_hook", "_register_state_dict_hook"}
-]
 
 # Things to do over and over with a small model; torch can do them too.
 
 
 def _call(impl: Implementation, model: Any, _: Path) -> None:
     model(torch.ones(2, 4)).sum().backward()
-
-
-def _hooks(impl: Implementation, model: Any, _: Path) -> None:
-    for register in REGISTRARS:
-        getattr(model[0], register)(do_nothing).remove()
-
-
-def _hooked_call(impl: Implementation, model: Any, _: Path) -> None:
-    with (
-        model[0].register_full_backward_hook(do_nothing),
-        model[0].register_full_backward_pre_hook(do_nothing),
-        model[0].register_forward_pre_hook(do_nothing, with_kwargs=True),
-        model[0].register_forward_hook(do_nothing, always_call=True),
-    ):
-        model(torch.ones(2, 4).requires_grad_()).sum().backward()
-
-
-def _failing_call(impl: Implementation, model: Any, _: Path) -> None:
-    with (
-        model[0].register_forward_hook(do_nothing, always_call=True),
-        pytest.raises(RuntimeError, match="shapes"),
-    ):
-        model(torch.ones(1, 3))
-
-
-def _members(impl: Implementation, model: Any, _: Path) -> None:
-    model[0] = impl.own.Linear(4, 4)
-    model.weight = torch.nn.Parameter(torch.ones(1))
-    model.register_buffer("buffer", torch.ones(1))
-    model.child = impl.own.Tanh()
-    del model.weight, model.buffer, model.child
 
 
 def _walk(impl: Implementation, model: Any, _: Path) -> None:
@@ -231,8 +144,7 @@ def _refused_migrations(impl: Implementation, model: Any, _: Path) -> None:
 
 
 Cycle = Callable[[Implementation, Any, Path], None]
-SHARED: list[Cycle] = [_call, _hooks, _hooked_call, _failing_call, _members, _walk, _load]
-SHARED += [_copies, _averaged_model, _files]
+SHARED: list[Cycle] = [_call, _walk, _load, _copies, _averaged_model, _files]
 OURS: list[Cycle] = [_scope, _ema, _averages_in_a_model, _attached]
 OURS += [_refused_files, _refused_entries, _refused_migrations]
 
@@ -322,17 +234,3 @@ def test_memory_stays_flat(cycle: Cycle, tmp_path: Path) -> None:
     # One lost object in each would be 500 kB.
     assert grown < 100_000
     assert resident() - size < 16_000_000
-
-
-@pytest.mark.usefixtures("frozen")
-def test_a_traced_copy_keeps_no_weights_alive() -> None:
-    """The copy of the model in which layers to fold are looked for is freed at once."""
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
-    gc.disable()
-    try:
-        with modkit.fast_inference(model, fold_batch_norm=True):
-            found = [one for one in gc.get_objects() if type(one) is torch.nn.Parameter]
-    finally:
-        gc.enable()
-
-    assert set(map(id, model.parameters())) == set(map(id, found))

@@ -5,7 +5,6 @@ import sys
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
-import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -14,10 +13,6 @@ from modkit._messages import install_extra
 
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each would lead to an account, site or package of that name, and none of them is this project's.
-STRANGERS = re.compile(
-    r"github\.com/modkit|readthedocs|https?://[^\s)]*modkit|pip install\b.*\bmodkit|modkit\[(?![-\d])"
-)
 # Imports all of modkit except what needs a package of its own, in the order of the names.
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
@@ -28,34 +23,11 @@ for module in pkgutil.walk_packages(modkit.__path__, "modkit."):
         importlib.import_module(module.name)
         print(module.name)
 """
-# The documentation of mutmut.
-NO_STRANGERS = ("https://mutmut.readthedocs.io/",)
 
 
 def read(name):
     """Return the text of a file in the root."""
     return (ROOT / name).read_text(encoding="utf-8")
-
-
-def tracked_files():
-    """Return the names of the files in the repository; skip in an unpacked sdist."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("needs a git checkout")
-    command = ["git", "ls-files", "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
-    return listed.stdout.split("\0")[:-1]
-
-
-def test_what_ships_stands_in_one_folder():
-    """A wheel has the files of src/modkit and no others; none of them reaches for files of the tests."""
-    reaching = [
-        str(file.relative_to(ROOT))
-        for file in (ROOT / "src").rglob("*.py")
-        if re.search(r"[\"']tests/|/ [\"']tests[\"']|import tests|from tests", read(file))
-    ]
-
-    assert "force-include" not in read("pyproject.toml")
-    assert reaching == []
 
 
 def test_one_version_everywhere():
@@ -66,36 +38,6 @@ def test_one_version_everywhere():
 
     assert modkit.__version__ == cited
     assert f"\n## {cited} ({date[1] if date else 'not released'})\n" in read("CHANGELOG.md")
-
-
-def test_the_stated_versions_of_python_and_torch_are_those_of_the_tests():
-    """README, the installation page, the changelog and the classifiers state what the tests ran on."""
-    runs = json.loads(read("docs/_render/results/test_runs.json"))["tests"]
-    pythons = sorted({int(run["python"].split(".")[1]) for run in runs})
-    releases = sorted({tuple(map(int, run["torch"].split(".")[:2])) for run in runs})
-    oldest, *_, newest = (f"{major}.{minor}" for major, minor in releases)
-    range_of_pythons = f"3.{pythons[0]} to 3.{pythons[-1]}"
-
-    classifiers = re.findall(r"Python :: 3\.(\d+)", read("pyproject.toml"))
-    assert [*map(int, classifiers)] == pythons
-    for page in ("README.md", "docs/installation.md", "CHANGELOG.md"):
-        text = " ".join(read(page).split())
-        assert range_of_pythons in text, page
-        assert f"{oldest} to {newest}" in text, page
-
-
-def test_nothing_leads_to_strangers():
-    """No file has an address or an install command of a project that is not this one."""
-    found = []
-    for name in tracked_files():
-        # Bytes that are not text, as in a checkpoint, stay as they are.
-        text = (ROOT / name).read_text(encoding="utf-8", errors="surrogateescape")
-        for known in NO_STRANGERS:
-            text = text.replace(known, "")
-        if name != Path(__file__).relative_to(ROOT).as_posix():
-            found += [f"{name}: {one}" for one in STRANGERS.findall(text)]
-
-    assert found == []
 
 
 def test_hints_name_extras_that_exist():

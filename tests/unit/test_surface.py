@@ -1,4 +1,3 @@
-import collections
 import inspect
 
 import torch
@@ -73,39 +72,6 @@ def test_methods_are_plain_functions(name: str) -> None:
 def test_class_attributes_have_torchs_values(name: str) -> None:
     """The class attributes that are settings have torch's defaults."""
     assert getattr(OURS, name) == getattr(BASE, name)
-
-
-def test_the_layout_is_plain() -> None:
-    """No slots: ``__class__`` can be assigned, weak references work."""
-    assert "__slots__" not in vars(OURS)
-    assert OURS.__dictoffset__ == BASE.__dictoffset__
-    assert OURS.__basicsize__ == BASE.__basicsize__
-
-
-def test_the_bases_are_torchs_class_alone() -> None:
-    """The method resolution order is modkit's class, torch's class, ``object``."""
-    assert OURS.__mro__ == (OURS, BASE, object)
-
-
-def test_a_fresh_instance_has_torchs_attributes() -> None:
-    """The keys of ``__dict__``, their order, types and values are those of a torch module."""
-    ours, theirs = vars(OURS()), vars(BASE())
-
-    assert list(ours) == list(theirs)
-    assert [type(value) for value in ours.values()] == [type(value) for value in theirs.values()]
-    assert list(ours.values()) == list(theirs.values())
-
-
-def test_the_registries_have_exact_types(impl: Implementation) -> None:
-    """Member registries are plain dicts, hook tables ordered ones; no two are the same object."""
-    attributes = vars(impl.Module())
-    tables = [value for value in attributes.values() if isinstance(value, (dict, set))]
-
-    assert {type(attributes[key]) for key in ("_parameters", "_buffers", "_modules")} == {dict}
-    assert type(attributes["_non_persistent_buffers_set"]) is set
-    hooks = [value for key, value in attributes.items() if key.endswith("hooks")]
-    assert {type(table) for table in hooks} == {collections.OrderedDict}
-    assert len({id(table) for table in tables}) == len(tables)
 
 
 def test_use_adds_no_attributes(impl: Implementation) -> None:

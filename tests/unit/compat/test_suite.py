@@ -7,14 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-import types
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 import torch
 
-from modkit.compat import pytest_plugin, suite as suites
+from modkit.compat import suite as suites
 from modkit.compat.suite import (
     LISTED,
     NOT_RUN,
@@ -24,7 +21,6 @@ from modkit.compat.suite import (
     compare_suite,
     judged,
     project_of,
-    recorded,
     require_a_test,
 )
 from modkit.compat.swapped_imports import SwappedImports
@@ -305,32 +301,6 @@ def test_what_could_hide_a_difference(project, monkeypatch):
     assert not (project / ".pytest_cache").exists()
 
 
-def test_reports_of_other_plugins(monkeypatch):
-    """A repeated attempt and a report of a worker do not count, and a crash has no phase."""
-    lines: list[dict[str, str]] = []
-    monkeypatch.setattr(pytest_plugin, "_write", lambda **line: lines.append(line))
-    for outcome, attributes in [
-        ("failed", {"when": "call", "node": "gw0"}),
-        ("rerun", {"when": "call"}),
-        ("passed", {"when": "call"}),
-        ("failed", {"when": "???"}),
-    ]:
-        report = types.SimpleNamespace(nodeid="a", outcome=outcome, **attributes)
-        pytest_plugin.pytest_runtest_logreport(report)
-        pytest_plugin.pytest_runtest_logfinish("a")
-
-    assert [line["outcome"] for line in lines] == ["passed", "cut off"]
-
-
-def test_tests_are_not_shuffled():
-    """The options of pytest-randomly stay known, but each side has one order and one seed."""
-    option = types.SimpleNamespace(randomly_reorganize=True, randomly_reset_seed=True)
-    pytest_plugin.pytest_configure(types.SimpleNamespace(option=option))
-
-    assert not option.randomly_reorganize
-    assert not option.randomly_reset_seed
-
-
 @pytest.mark.usefixtures("_forked")
 def test_equal_suites_succeed(project):
     """Arguments behind ``--`` are for pytest, each worker of ``-n`` swaps imports, and a table is shown."""
@@ -341,15 +311,6 @@ def test_equal_suites_succeed(project):
     assert result.exit_code == 0
     assert "2 equal, 0 differing" in result.stdout
     assert "running the tests on torch, then with modkit in" in result.stderr
-
-
-@pytest.mark.usefixtures("_forked")
-def test_a_project_that_stops_at_the_first_failure_is_compared_as_a_whole(project):
-    """The sides would stop at different tests, and what did not run would differ."""
-    (project / "pyproject.toml").write_text('[tool.pytest.ini_options]\naddopts = "-x"\n')
-    result = invoke("compat", "--tests", "tests", "--json", "--", "-k", "both_raise or metaclass")
-
-    assert json.loads(result.stdout)["counts"]["torch"] == {"failed": 1, "passed": 1}
 
 
 @pytest.mark.parametrize(
@@ -430,21 +391,6 @@ def test_last():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "crash", ["os.abort()", "os._exit(3)", "os._exit(0)", "__import__('pytest').exit('', 0)"]
-)
-def test_a_crash_in_the_last_test(crash, project):
-    """Nothing is left to run after it, and the tests before it are compared."""
-    text = CRASHES.partition("def test_last")[0].replace("os.abort()", crash)
-    (project / "tests/test_network.py").write_text(text)
-    report = compare_suite(Suite(["tests"], [project], keep_going=True))
-
-    assert report.counts["torch"] == {"cut off": 1, "passed": 1}
-    assert report.counts["modkit"] == {"cut off": 1, "failed": 1}
-    assert report.number("equal") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
     ("crash", "cause"),
     [
         ("os.abort()", "signal 6"),
@@ -487,28 +433,6 @@ def test_a_process_that_a_test_ends(status, tmp_path, monkeypatch):
         suites.run(Suite(["tests"], [tmp_path]), swap=False, folder=records)
 
 
-def test_tests_are_repeated_by_a_file(tmp_path, monkeypatch):
-    """Their ids may be too many, or too long, for a command line."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr(suites, "_wait", lambda command, *_: commands.append(command))
-    tests = [f"test_a.py::test[{number}]" for number in range(3)]
-    suites.run(Suite(["tests"], [tmp_path]), swap=False, folder=tmp_path, tests=tests)
-
-    assert commands[0][-1] == "tests"
-    assert json.loads((tmp_path / "only.json").read_text()) == tests
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_after_its_tests(project):
-    """Some projects leave out the end of the interpreter, which their libraries do not survive."""
-    (project / "tests/conftest.py").write_text(
-        "import os\ndef pytest_sessionfinish(exitstatus):\n    os._exit(exitstatus)\n"
-    )
-    report = compare_suite(Suite(["tests"], [project]))
-
-    assert report.counts["torch"]["passed"] > 0
-
-
 WAITS = """
 import os
 import time
@@ -538,14 +462,6 @@ def test_a_terminated_comparison_ends_its_tests(project):
     assert status == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(started.read_text()), 0)
-
-
-def test_missing_plugins(project, monkeypatch):
-    """A package that is not installed is named, with the command that installs it."""
-    monkeypatch.setattr(suites.importlib.util, "find_spec", lambda name: None)
-
-    with pytest.raises(SuiteError, match=r"^--tests needs pytest, .*: pip install pytest$"):
-        compare_suite(Suite(["tests"], [project]))
 
 
 @pytest.mark.parametrize(
@@ -580,16 +496,6 @@ def test_listed_differences_are_rows_of_the_one_table():
         if sum(row.reason.startswith(reason) for row in ROWS) != 1
     ] == []
     assert all(re.compile(pattern) for pattern in LISTED)
-
-
-def test_lines_of_processes_that_were_killed(tmp_path):
-    """A last line that is cut off is ignored, and its test counts as cut off."""
-    (tmp_path / "1.jsonl").write_text('{"collected": 3}\n{"test": "a"}\n{"test": "a", "outc')
-    (tmp_path / "2.jsonl").write_text('{"test": "b", "outcome": "passed"}\n{"test": "b"}\n')
-    record = recorded(tmp_path)
-
-    assert record.outcomes == {"a": Outcome("cut off"), "b": PASSED}
-    assert record.collected == 3
 
 
 def test_the_project_of_a_path(project):
@@ -629,48 +535,3 @@ def test_which_modules_are_swapped(project):
     assert not named.rewrites("torch.nn.functional", torch.nn.functional.__file__)
     # The models that torch has for its tests derive from Module as a user's models do.
     assert named.rewrites("torch.testing._internal.common_pruning", torch.testing.__file__)
-
-
-class CheckingLoader(SourceFileLoader):
-    """A loader as that of typeguard, which changes the code that it compiles."""
-
-    def source_to_code(self, data, path, *, _optimization=-1):
-        """Compile the source with a line more."""
-        return super().source_to_code(data + b"CHECKED = True\n", path)
-
-
-@pytest.mark.parametrize("loader", [None, CheckingLoader], ids=["by path", "type checker"])
-def test_modules_with_another_loader(loader, project):
-    """No finder sees what a test loads by its path, or a loader that a type checker has put there."""
-    file = project / "package/network.py"
-    file.write_bytes("# coding: latin-1\nfrom torch import nn\nNAME = 'é'\n".encode("latin-1"))
-    names: list[str] = []
-    spec = spec_from_file_location("net", file, loader=loader and loader("net", str(file)))
-    module = module_from_spec(spec)
-    remove = SwappedImports(paths=[project], report=names.append).install()
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        remove()
-
-    assert module.nn.Module.__module__ == "modkit.nn"
-    assert module.NAME == "é"
-    assert hasattr(module, "CHECKED") == (loader is not None)
-    assert names == ["net"]
-    assert not list(project.rglob("*.pyc"))
-    spec.loader.exec_module(module)
-    assert module.nn is torch.nn
-
-
-def test_errors_of_the_source_name_the_file(project):
-    """An error or a warning of Python's parser is raised where the file is compiled."""
-    file = project / "package/network.py"
-    remove = SwappedImports(paths=[project]).install()
-    try:
-        for source, category in [("x = (\n", SyntaxError), ("'\\d'\n", SyntaxError)]:
-            file.write_text(source)
-            with pytest.raises(category) as caught:
-                SourceFileLoader("net", str(file)).get_code("net")
-            assert caught.value.filename == str(file)
-    finally:
-        remove()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cases import for_each
 from tests.processes import python
 
 
@@ -80,23 +79,6 @@ def test_losses_and_accuracies_are_equal_to_the_last_bit(runs) -> None:
     assert all(math.isfinite(loss) for loss in actual["history"]["losses"])
 
 
-def test_the_average_without_a_network_of_its_own_learns(runs) -> None:
-    """`EMA` is tested in the place of the network: its weights are those of the averaged model."""
-    folder, printed = runs["modkit"]
-    report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)
-    (average,) = state["in_place"]["averages"]
-
-    assert len(report["history"]["in_place"]) == EPOCHS
-    assert report["test"]["in_place"]["errors"] < 0.8 * 901
-    assert "bitwise identical" in printed
-    assert all(
-        torch.equal(tensor, state["ema"][f"module.{name}"])
-        for name, tensor in average["tensors"].items()
-        if name in state["raw"] and "running" not in name
-    )
-
-
 @pytest.mark.parametrize(("writer", "reader"), [("torch", "modkit"), ("modkit", "torch")])
 def test_checkpoint_of_either_loads_into_the_other(runs, tmp_path, writer, reader) -> None:
     """Evaluating the other backend's checkpoint is bitwise identical to the writer's results."""
@@ -106,41 +88,3 @@ def test_checkpoint_of_either_loads_into_the_other(runs, tmp_path, writer, reade
 
     assert (status, errors) == (0, "")
     assert metrics(tmp_path, "evaluation.json") == expected
-
-
-def not_writable(folder: Path) -> Path:
-    """Return a path that cannot become a folder."""
-    path = folder / "file"
-    path.touch()
-    return path
-
-
-def without_entries(folder: Path) -> Path:
-    """Return a checkpoint that lacks what the example saves."""
-    path = folder / "other.pt"
-    torch.save({"raw": {}}, path)
-    return path
-
-
-@for_each(
-    ("make", "text"),
-    [
-        (lambda folder: ["--backend", "jax"], "--backend"),
-        (lambda folder: ["--epochs", "0"], "--epochs: 0 is less than 1"),
-        (lambda folder: ["--epochs", "many"], "--epochs"),
-        (lambda folder: ["--seed", "-1"], "--seed"),
-        (lambda folder: ["--out", not_writable(folder)], "cannot write to"),
-        (lambda folder: ["--load", folder / "missing.pt", "--out", folder], "cannot load"),
-        (lambda folder: ["--load", not_writable(folder), "--out", folder], "cannot load"),
-        (lambda folder: ["--load", without_entries(folder), "--out", folder], "cannot load"),
-    ],
-    ids=["backend", "epochs", "no number", "seed", "out", "missing", "empty", "other"],
-)
-def test_bad_input_is_one_line(tmp_path: Path, make, text: str) -> None:
-    """Wrong arguments, folders and files end in one line that says what is wrong."""
-    status, printed, errors = run_here(*make(tmp_path))
-
-    assert (status, printed) == (2, "")
-    assert errors.startswith("train_digits.py: error: ")
-    assert text in errors
-    assert errors.count("\n") == 1

@@ -1,6 +1,8 @@
 import functools
 import hashlib
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import modkit.nn as nn
 from modkit import jit
 from modkit.errors import FileError
-from modkit.jit import _archives
+from modkit.jit import _archives, _upstream
 from tests.cases import for_each
 from tests.integration.torchscript import SharedLayer, scripted_tests
 from tests.unit.jit.archives import archive, changed
@@ -104,6 +106,18 @@ def test_a_torch_without_torchscript_says_so(monkeypatch):
         jit.load(io.BytesIO(archive()))
 
 
+def test_an_error_that_is_no_text_is_one_all_the_same(monkeypatch):
+    """An error of torch with bytes of a corrupt file in its message is shown without them."""
+
+    def refuse(*args):
+        return b"bad name \xc0".decode()
+
+    monkeypatch.setattr(_archives, "import_module_from_buffer", refuse)
+
+    with pytest.raises(RuntimeError, match="torch cannot load the archive: bad name \ufffd"):
+        jit.load(io.BytesIO(archive()))
+
+
 def test_a_corrupt_file_fills_in_nothing(tmp_path):
     """Extra files are filled in once all is verified."""
     data, _ = saved()
@@ -125,3 +139,14 @@ def test_what_the_reader_of_torch_refuses_is_a_corrupt_file(kind, tmp_path):
 
     with pytest.raises(FileError, match="corrupt: torch cannot read it: PytorchStreamReader"):
         jit.load(source)
+
+
+@pytest.mark.parametrize(("version", "named"), [((3, 13), False), ((3, 14), True)], ids=str)
+def test_the_upstream_names_a_python_that_is_not_supported(version, named, monkeypatch):
+    """From Python 3.14 on the notice says that TorchScript may break, in torch's words."""
+    monkeypatch.setattr(_upstream, "sys", SimpleNamespace(version_info=version))
+
+    message = _upstream.message("script")
+    assert ("is not supported in Python 3.14+ and may break" in message) == named
+    assert message.startswith("`torch.jit.script` is ") and message.endswith(_upstream.MESSAGE)
+    assert sys.version_info >= (3, 10)

@@ -143,32 +143,6 @@ def test_newer_names():
     assert actual.flatten_input_size_for_reward_head == 72
 
 
-def test_ranges_of_supports():
-    """Ranges, which LightZero has after 0.2, take the place of the sizes of both supports."""
-    options = {"observation_shape": (4, 3, 3), "num_channels": 8}
-    ranges = {"reward_support_range": (-50.0, 51.0, 1.0), "value_support_range": (-10, 11, 0.5)}
-    model = models.EfficientZeroModel(**options, **ranges)
-    scalar = models.EfficientZeroModel(**options, **ranges, categorical_distribution=False)
-    sizes = models.EfficientZeroModel(**options, reward_support_size=101, value_support_size=42)
-
-    assert repr(model) == repr(sizes)
-    assert (model.reward_support_size, model.value_support_size) == (101, 42)
-    assert (scalar.reward_support_size, scalar.value_support_size) == (1, 1)
-
-
-def test_newer_names_in_the_model():
-    """So do those of the model, before the older ones; it ignores what it does not know."""
-    layers = {f"{head}_head_hidden_channels": [8, 8] for head in ("reward", "value", "policy")}
-    sections = {**layers, "frame_stack_num": 4, "fc_value_layers": [9]}
-    old = {f"fc_{head}_layers": [8, 8] for head in ("reward", "value", "policy")}
-
-    model = models.EfficientZeroModel((4, 3, 3), num_channels=8, **sections)
-
-    expected = models.EfficientZeroModel((4, 3, 3), num_channels=8, **old)
-    assert repr(model) == repr(expected)
-    assert len(model.dynamics_network.fc_reward_head) == 7
-
-
 # --- the configuration ----------------------------------------------------------------------------
 
 
@@ -185,31 +159,6 @@ def test_configuration():
         models.EfficientZeroModel(config, frame_stack_num=4)
     with pytest.raises(TypeError, match="positional"):
         models.EfficientZeroModel(config, 5)
-
-
-def test_models_of_one_configuration_share_no_activation():
-    """Each has a default activation of its own, and one that is given is a part of both."""
-    config = models.EfficientZeroConfig((4, 3, 3), num_channels=8)
-    given = nn.GELU()
-
-    first, second = (models.EfficientZeroModel(config) for _ in range(2))
-    third = models.EfficientZeroModel(config, activation=given)
-
-    assert first.activation is not second.activation
-    assert third.activation is given
-
-
-def test_options_are_attributes():
-    """As in LightZero; the sizes of the supports are those in use."""
-    config = models.EfficientZeroConfig((4, 3, 3), num_channels=8, categorical_distribution=False)
-    options = dict(vars(config), reward_support_size=1, value_support_size=1)
-    del options["activation"]  # the model has one of its own
-
-    model = models.EfficientZeroModel(config)
-
-    assert {name: getattr(model, name) for name in options} == options
-    assert model.action_encoding_dim == config.action_space_size
-    assert model.projection_input_dim == 8 * 3 * 3
 
 
 def test_signature():

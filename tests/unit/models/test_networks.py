@@ -7,7 +7,6 @@ import torch
 from modkit import nn
 from tests.cases import for_each
 from tests.efficientzero import CASES, mean_of_dynamics, scramble, small, tensors_in
-from tests.integration.torchscript import scripted_tests
 
 
 @pytest.fixture
@@ -31,14 +30,6 @@ def equal(first, second):
 
 
 # --- activations ----------------------------------------------------------------------------------
-
-
-def test_default_activation_is_shared_within_a_model():
-    """The networks of one model share its activation, as they do in LightZero."""
-    model = CASES["model, BN, one_hot"].build()
-
-    parts = model.representation_network, model.dynamics_network, model.prediction_network
-    assert all(part.activation is model.activation for part in parts)
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -87,26 +78,6 @@ def test_shapes_of_actions():
 # --- tools ----------------------------------------------------------------------------------------
 
 
-@scripted_tests
-def test_scripted_network_takes_no_hidden_state(network):
-    """Scripted, too, None stands for hidden states of zero."""
-    x, _ = inputs()
-
-    expected = network(x, (torch.zeros(1, 3, 12), torch.zeros(1, 3, 12)))
-    torch.testing.assert_close(
-        list(tensors_in(torch.jit.script(network)(x, None))), list(tensors_in(expected))
-    )
-
-
-def test_compile(network):
-    """The network compiles as one graph, where torch's compiler is told to look into LSTMs."""
-    given = inputs()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        compiled = torch.compile(network, backend="eager", fullgraph=True)
-
-        assert equal(compiled(*given), network(*given))
-
-
 def test_copies(network):
     """Copies and pickles compute the same, and have an activation of their own."""
     given = inputs()
@@ -115,12 +86,3 @@ def test_copies(network):
         assert equal(other(*given), network(*given))
         assert other.activation is other.resblocks[0].act
         assert other.activation is not network.activation
-
-
-def test_symbolic_trace(network):
-    """A tracer of fx records the network; the traced one computes the same."""
-    given = inputs()
-
-    traced = torch.fx.symbolic_trace(network)
-
-    assert equal(traced(*given), network(*given))

@@ -37,14 +37,6 @@ def anchors(page):
     return [re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles]
 
 
-def test_links_of_the_readme_are_relative():
-    """Every link works in a checkout: the project has no site and no repository of its own yet."""
-    links = re.findall(r"\]\(([^)]*)\)", README)
-
-    assert links
-    assert [link for link in links if ":" in link] == []
-
-
 @for_each("page", [*sorted(OTHERS), *PAGES], ids=lambda page: page.relative_to(ROOT))
 def test_links_have_targets(page):
     """The file of each relative link exists, and so does its anchor."""
