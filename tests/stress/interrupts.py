@@ -16,13 +16,13 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 
 import modkit
-import modkit.fast_inference
+from modkit import _fast_inference
 from modkit.averaging import swap
 
 
 WEIGHT = 3.0
 OPERATIONS = ("applied", "update", "copied", "load", "evaluating", "fast")
-BINDINGS = sys.modules["modkit.fast_inference"]._bindings
+BINDINGS = _fast_inference._bindings
 
 
 class Run:

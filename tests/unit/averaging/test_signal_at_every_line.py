@@ -9,19 +9,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import modkit.fast_inference
 import pytest
 import torch
 from torch import Tensor, nn
 
 import modkit
-from modkit import _interrupts
+from modkit import _fast_inference, _interrupts
 from modkit.averaging.swap import active_swaps
 from modkit.optim.swa_utils import update_bn
 from tests.cases import for_each
 
 
-BINDINGS: Any = sys.modules["modkit.fast_inference"]._bindings  # type: ignore[attr-defined]
+BINDINGS: Any = _fast_inference._bindings
 TRACED = (str(Path(modkit.__file__).parent), contextlib.__file__)
 
 
