@@ -78,7 +78,9 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
                     self._handlers[number] = handler
                     # In this order: restoring a handler that was not replaced has no effect.
                     self._replaced.append(number)
-                    _set_handler(number, self._wait)
+                    _signals.signal(number, self._wait)
+                    if _sigaction is not None:
+                        _sigaction(number, _actions[number], None)
             except BaseException:
                 # A signal arrived before its own handler was replaced, and after that of another.
                 self._leave()
@@ -99,7 +101,9 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         """Give the signals their handlers back. It may be called again after an exception."""
         while self._replaced:
             number = self._replaced[-1]
-            _set_handler(number, self._handlers[number])
+            _signals.signal(number, self._handlers[number])
+            if _sigaction is not None:
+                _sigaction(number, _actions[number], None)
             self._replaced.pop()
         if _Process.outermost is self:
             _Process.outermost = None
@@ -121,13 +125,6 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         with contextlib.ExitStack() as calls:
             for number, frame in reversed(self._waiting):
                 calls.callback(self._handlers[number], number, frame)
-
-
-def _set_handler(number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
-    """Set the handler of a signal in Python, and leave its action as it is."""
-    _signals.signal(number, handler)
-    if _sigaction is not None:
-        _sigaction(number, _actions[number], None)
 
 
 def _after_fork() -> None:

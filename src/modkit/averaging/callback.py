@@ -14,9 +14,8 @@ from modkit._namespace import publish
 from modkit.averaging.ema import EMA
 from modkit.averaging.options import Device, EMAOptions, Options, check_index, checked_count
 from modkit.averaging.schedules import Decays, schedules_of
-from modkit.averaging.sharding import resharded
-from modkit.averaging.swap import any_swapped, exchanged
-from modkit.averaging.tensors import NamedTensors, pairs_for
+from modkit.averaging.swap import Pairing, any_swapped, exchanged
+from modkit.averaging.tensors import NamedTensors
 
 
 __all__ = ["EMACallback", "EMAOptions"]
@@ -56,9 +55,8 @@ def average_of(model: ModelT, decay: Decays, options: EMAOptions) -> EMA[ModelT]
 @contextmanager
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
     """Swap the training weights into a model, or a wrapper of it, that holds the average."""
-    # In this order: full parameters that a forward has left would hide the shards.
-    pairs = pairs_for(NamedTensors(model), ema.training_weights())
-    with resharded(model), exchanged(pairs, copied=ema._engine.copied_names()):
+    named = NamedTensors(model)
+    with exchanged(Pairing(named, ema.training_weights(), ema._engine.copied_names())):
         yield
 
 

@@ -15,7 +15,7 @@ from modkit._messages import MSG_COPY_WRITTEN, MSG_NO_UPDATE, warn_user
 from modkit._namespace import publish
 from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, foreign_states, state as ema_state
-from modkit.averaging.engine import Engine, Pairing
+from modkit.averaging.engine import Engine
 from modkit.averaging.optimizer_steps import OptimizerSteps
 from modkit.averaging.options import (
     Buffers,
@@ -28,9 +28,9 @@ from modkit.averaging.options import (
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
-from modkit.averaging.sharding import reshard, resharded
+from modkit.averaging.sharding import reshard
 from modkit.averaging.storage import AveragedCopy
-from modkit.averaging.swap import active_swaps, any_swapped, exchanged, raw_values
+from modkit.averaging.swap import Pairing, active_swaps, any_swapped, exchanged, raw_values
 from modkit.averaging.tensors import (
     NamedTensors,
     check_writable,
@@ -580,12 +580,8 @@ class EMA(Generic[ModelT_co]):
                 replaced a buffer that is copied, not averaged, once for each: the model has its
                 training value again after the block, and the next update renews the copy.
         """
-        target = self.model if model is None else model
-        pairing = self._pairing(target, index)
-        swapped = exchanged(
-            pairing.pairs, pairing.registered, pairing.copied, self._warn_of_written
-        )
-        with resharded(target), swapped:
+        pairing = self._pairing(self.model if model is None else model, index)
+        with exchanged(pairing, self._warn_of_written):
             yield
 
     def _pairing(self, model: torch.nn.Module, index: int) -> Pairing:
@@ -594,7 +590,10 @@ class EMA(Generic[ModelT_co]):
         if writes is not None and not self.step and self._engine.writes() - writes >= _TRAINED:
             self._writes = None
             warn_user(MSG_NO_UPDATE)
-        return self._engine.pairing(model, index)
+        engine = self._engine
+        # With its type: True is not an index.
+        key = (type(index), index, engine.begun)
+        return engine.swaps.get(model, key, lambda: engine.pair(model, index))
 
     def _warn_of_written(self, names: Iterable[str]) -> None:
         """Warn once of each copied buffer that a block has written to."""
@@ -640,7 +639,8 @@ class EMA(Generic[ModelT_co]):
             2.0
         """
         target = self.model if model is None else model
-        pairs = self._pairing(target, index).pairs
+        pairing = self._pairing(target, index)
+        pairs = [*zip(pairing.names, pairing.tensors, pairing.values, strict=True)]
         check_writable(pairs)
         for _, tensor, value in pairs:
             write(tensor, value)

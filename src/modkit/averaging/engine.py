@@ -1,6 +1,6 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Mapping, Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -12,67 +12,22 @@ from modkit._interrupts import uninterrupted
 from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import batch_norm, precision, state as ema_state
 from modkit.averaging.options import Options, check_index
-from modkit.averaging.recipe import Cache, Copies, Plan, Watch
+from modkit.averaging.recipe import Cache, Copies, Plan
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
     check_shards,
     local_shard,
-    reshard,
     shards_of,
 )
 from modkit.averaging.storage import Average, Tensors
-from modkit.averaging.swap import Registered
+from modkit.averaging.swap import Pairing
 from modkit.averaging.tensors import (
     Member,
     NamedTensors,
-    Pairs,
     check_match,
-    pairs_for,
     shapes_of,
     versions_of,
 )
-
-
-class Pairing:
-    """An average paired with the tensors of a model, valid until ``watch`` notices a change.
-
-    Args:
-        named: The tensors of the model.
-        values: The values of the average by name.
-        copied: Names of buffers that are copied, not averaged.
-        frozen: Parameters that end the pairing if they begin to require gradients.
-
-    Attributes:
-        pairs: Name, tensor of the model, and value of the average.
-        copied: Names of buffers that are copied, not averaged.
-        registered: The modules' members, which a swap puts back if its block replaces them.
-        watch: Notices tensors that were replaced, moved, cast or reshaped.
-
-    Raises:
-        NameMismatchError: If names or shapes do not match.
-    """
-
-    def __init__(
-        self,
-        named: NamedTensors,
-        values: Tensors,
-        copied: Iterable[str],
-        frozen: Iterable[Tensor],
-    ) -> None:
-        self.pairs: Pairs = pairs_for(named, values)
-        self.copied: frozenset[str] = frozenset(copied)
-        tensors = [tensor for _, tensor, _ in self.pairs]
-        # A value that was sharded or gathered for this model does not follow its average.
-        is_stale = any(value is not values[name] for name, _, value in self.pairs)
-        unknown = is_stale or named.has_lazy() or named.scripted
-        self.watch: Watch = Watch(
-            named.states, tensors, buffers=True, frozen=frozen, unknown=unknown
-        )
-        self.registered: Registered = Registered(named, self.pairs, self.watch)
-
-    def adapt(self) -> bool:
-        """Return False: nothing of it can change."""
-        return False
 
 
 class Engine:
@@ -88,6 +43,7 @@ class Engine:
         options: The options; :meth:`to` replaces them.
         begun: True once the averages hold values.
         averages: The averages, in the order of the schedules.
+        swaps: The latest pairings of averages with models.
 
     Raises:
         TypeError: If ``model`` is not a module, or is sharded by FSDP1 or DeepSpeed ZeRO-3.
@@ -107,7 +63,7 @@ class Engine:
         # Copied buffers by name; None where the model's buffer is None.
         self._copies: dict[str, Any] = {}
         self._plans: Cache[Plan] = Cache()
-        self._swaps: Cache[Pairing] = Cache()
+        self.swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[Tensor, int]] = {}
         # Whether parameters that begin to train get averages, with trainable_only=True.
@@ -135,13 +91,12 @@ class Engine:
                 is not finite.
         """
         # The plan of the latest model, made anew if anything about it has changed.
-        plan = self._plans.get(model, None, None, lambda: self._plan(model))
+        plan = self._plans.get(model, None, lambda: self._plan(model))
         # A flag on a device is not read: it counts as taken.
         taken = plan.step(rule, count) is not False
         self.begun = self.begun or taken
         for average in self.averages:
-            if average.statistics:
-                average.statistics = {}
+            average.statistics.clear()
         return taken
 
     def _named(self, model: torch.nn.Module) -> NamedTensors:
@@ -283,8 +238,8 @@ class Engine:
         """Return the names of what any average replaces in the model."""
         return {name: None for index in range(len(self.averages)) for name in self.named(index)}
 
-    def pairing(self, model: torch.nn.Module, index: int) -> Pairing:
-        """Pair an average with the tensors of a model; the latest pairing is cached.
+    def pair(self, model: torch.nn.Module, index: int) -> Pairing:
+        """Pair an average with a model, which must have what is averaged, and no more of it.
 
         Args:
             model: The model, or another one of the same names and shapes.
@@ -299,26 +254,17 @@ class Engine:
             IndexError: If there is no average ``index``.
             NameMismatchError: If names or shapes do not match.
         """
-        check_model(model)
-        # Between a forward and the next reshard, FSDP registers full parameters: these would look
-        # like replaced tensors, and the cached pairing would never be used.
-        reshard(model.modules())
-        values = self.named(index)
-        # The pairing keeps the tensors alive, so no other tensor can get the id of one.
-        facts = (*values, *map(id, values.values()))
-        return self._swaps.get(model, index, facts, lambda: self._pair(model, index, values))
-
-    def _pair(self, model: torch.nn.Module, index: int, values: Tensors) -> Pairing:
-        """Pair an average with a model, which must have what is averaged, and no more of it."""
+        self.check_index(index)
         named = self._named(model)
         averaged, _ = self._split(model, named)
         if self.begun and not named.has_lazy():
             self._check_averaged(averaged)
-            values = self.named(index)
         # The kernels of batch normalization write means and variances without a trace. Only
         # its count shows an evaluation in training mode, which is a mistake.
         copied = self._copies.keys() - batch_norm.statistics_of(named).keys()
-        return Pairing(named, values, copied, self._frozen(named, averaged))
+        average = self.averages[index]
+        tables = (average.tensors, average.statistics, self._copies)
+        return Pairing(named, self.named(index), copied, self._frozen(named, averaged), tables)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied.
@@ -383,7 +329,7 @@ class Engine:
     def _forget_plans(self) -> None:
         """Drop what is cached of averages that are replaced."""
         self._plans.clear()
-        self._swaps.clear()
+        self.swaps.clear()
 
     def reset(self) -> None:
         """Drop all values, so that the next step is the first one."""

@@ -415,7 +415,6 @@ class _Entry(Generic[ValueT]):
 
     model: weakref.ref[torch.nn.Module]
     key: object
-    facts: object
     value: ValueT
 
 
@@ -430,15 +429,12 @@ class Cache(Generic[ValueT]):
         # Replaced in one assignment, so that no interrupt leaves a value with another one's model.
         self._entries: tuple[_Entry[ValueT], ...] = ()
 
-    def get(
-        self, model: torch.nn.Module, key: object, facts: object, make: Callable[[], ValueT]
-    ) -> ValueT:
-        """Return the cached value, made anew if the facts, or what it watches, have changed.
+    def get(self, model: torch.nn.Module, key: object, make: Callable[[], ValueT]) -> ValueT:
+        """Return the cached value, made anew if what it watches has changed.
 
         Args:
             model: The model that the value belongs to.
             key: Which of the values for this model, compared by ``==``.
-            facts: What else the value depends on, compared by ``==``.
             make: Makes the value.
         """
         # The guards of torch compare the modes, too.
@@ -448,7 +444,7 @@ class Cache(Generic[ValueT]):
         for entry in self._entries:
             if entry.model() is not model or entry.key != key:
                 others.append(entry)
-            elif entry.facts == facts and (not entry.value.watch.changed() or entry.value.adapt()):
+            elif not entry.value.watch.changed() or entry.value.adapt():
                 return entry.value
 
         # After an error in ``make`` there is no value: the old one is out of date.
@@ -456,7 +452,7 @@ class Cache(Generic[ValueT]):
         value = make()
         # A method as the callback would make a cycle, which keeps the averages until collected.
         reference = weakref.ref(model, partial(_forget, weakref.ref(self)))
-        entry = _Entry(reference, key, facts, value)
+        entry = _Entry(reference, key, value)
         self._entries = (entry, *others[: _MOST_ENTRIES - 1])
         return value
 

@@ -1,8 +1,7 @@
 """Sharded models, as ``fully_shard`` makes them: their tensors are ``DTensor``."""
 
 import sys
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -14,13 +13,6 @@ def is_sharded(tensor: object) -> bool:
     # Another thread may be importing it: until the class is there, no tensor is of it.
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)
-
-
-def sharded_places(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the positions of the sharded tensors."""
-    if "torch.distributed.tensor" not in sys.modules:
-        return []
-    return [index for index, tensor in enumerate(tensors) if is_sharded(tensor)]
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -104,23 +96,6 @@ def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
             group = mesh.get_group(dimension)
             torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
     return number.to(flag.device, torch.bool)
-
-
-@contextmanager
-def resharded(model: torch.nn.Module) -> Generator[None]:
-    """Reshard before and after a block: full parameters would hide what the shards hold.
-
-    A forward in the block gathers them from the shards, and FSDP may leave them registered after
-    it.
-    """
-    reshard(model.modules())
-    is_finalizing = sys.is_finalizing
-    try:
-        yield
-    finally:
-        # If the interpreter exits in the block, the globals of this file may be gone.
-        if not is_finalizing():
-            reshard(model.modules())
 
 
 def whole(state: Any) -> Any:

@@ -111,7 +111,10 @@ class Average:
             statistics: The statistics by name, which are moved to the device of the average.
         """
         device = self.options.device
-        self.statistics = {name: t.to(device or t.device) for name, t in statistics.items()}
+        moved = {name: t.to(device or t.device) for name, t in statistics.items()}
+        # In place: swaps watch this table.
+        self.statistics.clear()
+        self.statistics.update(moved)
 
     def _take_over(self, name: str, value: Tensor) -> None:
         """Copy another average, which may be full, or of another dtype."""

@@ -8,15 +8,14 @@ import operator
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Set as AbstractSet
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from modkit._interrupts import critical
+from modkit._interrupts import uninterrupted
 from modkit._messages import (
     MSG_BUFFER_OPTION,
     MSG_CONVERTED_INSIDE,
@@ -26,18 +25,15 @@ from modkit._messages import (
     add_note,
 )
 from modkit.averaging.recipe import Watch
-from modkit.averaging.sharding import (
-    local_shard,
-    reshard,
-    sharded_places,
-)
+from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.averaging.tensors import (
     NamedTensors,
-    Pair,
     forget_casts,
+    get_version,
+    is_wrapper,
+    pairs_for,
     pointers_of,
     versions_of,
-    wrapper_places,
 )
 
 
@@ -45,20 +41,16 @@ from modkit.averaging.tensors import (
 _get_data: Final = operator.attrgetter("data")
 _set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__set__
 
-
-def _set_all(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    # A deque of no length runs an iterator to its end.
-    deque(map(_set_data, tensors, values), maxlen=0)
-
-
 # The tables that are put back into a module, and how each is copied. Those of buffers are among
 # them: a parametrization that is removed may leave its tensor as a buffer, and a mask that is
-# removed is a buffer that the layer needs.
+# removed is a buffer that the layer needs. Hooks compute the tensors of pruning, and of the older
+# weight and spectral norm.
 _PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
     "_parameters": dict,
     "_buffers": dict,
     "_non_persistent_buffers_set": set,
     "_modules": dict,
+    "_forward_pre_hooks": dict,
 }
 
 
@@ -72,7 +64,6 @@ class _Before(NamedTuple):
     reference: weakref.ref[torch.nn.Module]
     kind: type
     tables: dict[str, Any]
-    hooks: dict[int, Any]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -81,47 +72,95 @@ class _Before(NamedTuple):
         return module
 
 
-def _computing_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return the hooks that compute a tensor: of pruning, and the older weight and spectral norm.
-
-    Torch tells them by a method ``remove``, which ends the computation.
-    """
-    hooks = module._forward_pre_hooks.items()
-    return {key: hook for key, hook in hooks if hasattr(hook, "remove")}
-
-
-class Registered:
-    """The members of a model's modules that a swap needs, at one moment, to undo replacements.
+class Pairing:
+    """Values for the tensors of a model, prepared once for all swaps until something changes.
 
     Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
     assignments put other objects into a model. A swap restores the data of tensors, so its tensors
-    have to be there. Buffers that are not swapped may be replaced, as forwards do, unless their
-    module has to be put back.
+    have to be there, and are put back. Buffers that are not swapped may be replaced, as forwards
+    do, unless their module has to be put back.
 
     Args:
         named: The tensors and modules of the model.
-        pairs: The pairs of the swap.
-        watch: Notices that members of these modules were replaced.
+        values: The values by name.
+        copied: Names of copied buffers, which a block may write to and replace.
+        frozen: Parameters that end the pairing if they begin to require gradients.
+        tables: Tables in which the values are: another value there ends the pairing.
+
+    Attributes:
+        names: Names of the tensors; the next two are lists of the same order.
+        tensors: Tensors of the model.
+        values: The values that they are to have.
+        places: Index of each tensor in these lists, by its ``id``.
+        by_element: Indices of shards and of wrappers, whose data are not theirs: elements are
+            exchanged.
+        casts: Indices of values that have another dtype or device.
+        recurrent: Recurrent layers of the model.
+        watch: Notices tensors that were replaced, moved, cast or reshaped.
+
+    Raises:
+        NameMismatchError: If names or shapes do not match.
     """
 
-    def __init__(self, named: NamedTensors, pairs: Iterable[Pair], watch: Watch) -> None:
-        self._watch = watch
-        self._names = {id(tensor): name for name, tensor, _ in pairs}
+    def __init__(
+        self,
+        named: NamedTensors,
+        values: Mapping[str, Tensor],
+        copied: Iterable[str] = (),
+        frozen: Iterable[Tensor] = (),
+        tables: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
+        pairs = pairs_for(named, values)
+        self.names: list[str] = [name for name, _, _ in pairs]
+        self.tensors: list[Tensor] = [tensor for _, tensor, _ in pairs]
+        self.values: list[Tensor] = [value for _, _, value in pairs]
+        self.copied: frozenset[str] = frozenset(copied)
+        self.places: dict[int, int] = {id(t): index for index, t in enumerate(self.tensors)}
+        self.by_element: list[int] = [
+            index for index, t in enumerate(self.tensors) if is_sharded(t) or is_wrapper(t)
+        ]
+        self.casts: list[int] = [
+            index
+            for index, (_, tensor, value) in enumerate(pairs)
+            if (value.dtype, value.device) != (tensor.dtype, tensor.device)
+        ]
+
+        # A value that was sharded or gathered for this model does not follow its average.
+        is_stale = any(value is not values[name] for name, _, value in pairs)
+        self.watch: Watch = Watch(
+            named.states,
+            [*self.tensors, *self.values],
+            buffers=True,
+            tables=tables,
+            frozen=frozen,
+            unknown=is_stale or named.has_lazy() or named.scripted,
+        )
+
         self._before: list[_Before] = []
-        recurrent = (each for each in named.modules if isinstance(each, torch.nn.RNNBase))
-        self._recurrent = [*map(weakref.ref, recurrent)]
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            tables = {name: copied(getattr(module, name)) for name, copied in _PUT_BACK.items()}
-            hooks = _computing_hooks(module)
-            self._before.append(_Before(weakref.ref(module), type(module), tables, hooks))
-
+            if not isinstance(module, torch.jit.ScriptModule):
+                tables_before = {
+                    name: copy(getattr(module, name)) for name, copy in _PUT_BACK.items()
+                }
+                self._before.append(_Before(weakref.ref(module), type(module), tables_before))
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
         kinds = [row.kind for row in self._before if "parametrizations" in row.tables["_modules"]]
         self._classes = [(kind, dict(vars(kind))) for kind in kinds]
+        recurrent = (each for each in named.modules if isinstance(each, torch.nn.RNNBase))
+        self.recurrent: list[weakref.ref[torch.nn.RNNBase]] = [*map(weakref.ref, recurrent)]
+
+    def adapt(self) -> bool:
+        """Return True if only a forward of FSDP has registered full parameters over the shards."""
+        if not self.by_element:
+            return False
+        self.reshard()
+        return not self.watch.changed()
+
+    def reshard(self) -> None:
+        """Free the full parameters that a forward of FSDP may have left registered."""
+        reshard(before.module for before in self._before)
 
     def compact(self) -> None:
         """Give recurrent layers on CUDA averaged weights in one piece, as cuDNN wants them.
@@ -129,19 +168,15 @@ class Registered:
         They are in new memory then. A layer keeps what it has if only some weights are swapped: the
         others would stay in that memory when the block ends.
         """
-        for reference in self._recurrent:
-            module = cast("torch.nn.RNNBase", reference())
-            if all(id(weight) in self._names for weight in module._flat_weights):
+        for reference in self.recurrent:
+            module = reference()
+            if module is not None and all(
+                id(weight) in self.places for weight in module._flat_weights
+            ):
                 module.flatten_parameters()
 
-    @critical
-    def undo(self) -> list[str]:
+    def put_back(self) -> list[str]:
         """Put back swapped tensors, and modules of them, that were replaced; return their names."""
-        if not self._watch.changed():
-            return []
-        # After a forward, FSDP's full parameters are registered in place of the shards.
-        reshard(before.module for before in self._before)
-
         replaced: list[str] = []
         # From the leaves up, so that a child that was removed has its own members back.
         for before in reversed(self._before):
@@ -178,7 +213,7 @@ class Registered:
             for before in self._before:
                 if id(before.module) in below:
                     tensors += before.tables["_parameters"].values()
-        return [self._names[id(tensor)] for tensor in tensors if id(tensor) in self._names]
+        return [self.names[self.places[id(t)]] for t in tensors if id(t) in self.places]
 
 
 def _put_back(before: _Before) -> None:
@@ -191,10 +226,6 @@ def _put_back(before: _Before) -> None:
         for key in members:
             # A plain tensor that took the place of the member would hide it.
             module.__dict__.pop(key, None)
-
-    for key in _computing_hooks(module).keys() - before.hooks.keys():
-        del module._forward_pre_hooks[key]
-    module._forward_pre_hooks.update(before.hooks)
     module.__class__ = before.kind
 
 
@@ -206,108 +237,106 @@ class Swap:
     Creating a swap changes nothing; :meth:`apply` does.
 
     Args:
-        pairs: Name, tensor of a model, and the value that it is to have.
-        copied: Names of copied buffers, which the block may write to and replace.
+        pairing: The tensors and the values that they are to have.
 
     Attributes:
         written: Names of copied buffers that the block has written to or replaced.
-        raws: The data that :meth:`undo` restores, in the order of ``pairs``.
+        raws: The data that :meth:`undo` restores, in the order of the pairing.
         versions: Version counters after the exchange, by which writes of the user are detected.
     """
 
     # While the interpreter exits, the globals of this file may be gone, and no model is used again.
     _is_finalizing = staticmethod(sys.is_finalizing)
 
-    def __init__(self, pairs: Iterable[Pair], copied: AbstractSet[str] = frozenset()) -> None:
-        self._pairs = list(pairs)
-        self._copied = copied
+    def __init__(self, pairing: Pairing) -> None:
+        self._pairing = pairing
         self.written: list[str] = []
-        # Lists of one order, that of the pairs. ``_held`` has the local shards of sharded tensors.
-        self._tensors = [tensor for _, tensor, _ in self._pairs]
-        # Places of shards and of wrappers, whose data are not theirs: elements are exchanged.
-        self._by_element = frozenset(
-            [*sharded_places(self._tensors), *wrapper_places(self._tensors)]
-        )
-        self._held: list[Tensor] = []
-        self._values: list[Tensor] = []
+        # Lists of one order, that of the pairing. ``_held`` has local shards of sharded tensors.
+        self._held = pairing.tensors
+        self._values = pairing.values
         self.raws: list[Tensor] = []
         self._pointers: list[int] = []
         self.versions: list[int] = []
 
-    @critical
-    def apply(self, registered: Registered | None = None) -> None:
-        """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them.
+    def apply(self) -> None:
+        """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them."""
+        pairing = self._pairing
+        with uninterrupted(), torch.no_grad():
+            self.raws = list(map(_get_data, pairing.tensors))
+            if pairing.casts:
+                self._values = [*pairing.values]
+                for index in pairing.casts:
+                    raw = self.raws[index]
+                    self._values[index] = self._values[index].to(raw.device, raw.dtype)
+            if pairing.by_element:
+                self._take_elements()
 
-        Args:
-            registered: The modules, whose recurrent layers get their weights in one piece.
-        """
-        self.raws = list(map(_get_data, self._tensors))
-        self._held = list(self._tensors)
-        values = [value for _, _, value in self._pairs]
-        for index, (raw, value) in enumerate(zip(self.raws, values, strict=True)):
-            if index in self._by_element:
-                # FSDP has a pointer of its own to the shard, and a wrapper holds other tensors. In
-                # inference mode, a DTensor cannot be detached.
-                with torch.inference_mode(False):
-                    self.raws[index] = self._tensors[index].detach().clone()
-                self._held[index] = local_shard(self._tensors[index])
-            elif value.dtype is not raw.dtype or value.device != raw.device:
-                values[index] = value.to(raw.device, raw.dtype)
+            # In this order: a swap that is registered can be undone, whatever interrupts the
+            # exchange.
+            active_swaps.append(self)
+            self._exchange(self._values)
+            forget_casts()
+            if pairing.recurrent and not pairing.by_element:
+                pairing.compact()
+            self._note()
 
-        self._values = values
-        # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
-        active_swaps.append(self)
-        self._exchange(values)
-        forget_casts()
-        if registered is not None and not self._by_element:
-            registered.compact()
-        self._note()
+    def _take_elements(self) -> None:
+        """Clone the elements of shards and wrappers, which are restored by writing to them."""
+        self._held = [*self._held]
+        for index in self._pairing.by_element:
+            # FSDP has a pointer of its own to the shard, and a wrapper holds other tensors. In
+            # inference mode, a DTensor cannot be detached.
+            tensor = self._held[index]
+            with torch.inference_mode(False):
+                self.raws[index] = tensor.detach().clone()
+            self._held[index] = local_shard(tensor)
 
     def _exchange(self, values: list[Tensor]) -> None:
         """Give the tensors other data: as pointers in one loop in C, unless some need copies."""
-        if not self._by_element:
-            _set_all(self._tensors, values)
+        pairing = self._pairing
+        if not pairing.by_element:
+            # A deque of no length runs an iterator to its end.
+            deque(map(_set_data, pairing.tensors, values), maxlen=0)
             return
         for index, value in enumerate(values):
             self._set(index, value)
 
     def _set(self, index: int, value: Tensor) -> None:
-        if index in self._by_element:
-            _write_elements(self._tensors[index], value)
+        tensor = self._pairing.tensors[index]
+        if index in self._pairing.by_element:
+            _write_elements(tensor, value)
         else:
-            self._tensors[index].data = value
+            tensor.data = value
 
     def _note(self) -> None:
         """Note versions and addresses, by which changes in the block are detected."""
-        self.versions = self._versions_now()
-        self._pointers = pointers_of(self._held)
+        self._pointers, self.versions = self._marks()
 
-    def _versions_now(self) -> list[int]:
-        versions = versions_of(self._tensors)
-        for index in self._by_element:
+    def _marks(self) -> tuple[list[int], list[int]]:
+        """Return the present addresses and versions of the tensors."""
+        tensors = self._pairing.tensors
+        try:
+            pointers = list(map(Tensor.data_ptr, self._held))
+            versions = list(map(get_version, tensors))
+        except RuntimeError:
+            pointers = pointers_of(self._held)
+            versions = versions_of(tensors)
+        for index in self._pairing.by_element:
             # A write to a sharded tensor counts there, one to its local shard here. Torch counts no
             # write by its kernels for lists.
             versions[index] += versions_of([self._held[index]])[0]
-        return versions
-
-    @cached_property
-    def _index(self) -> dict[int, int]:
-        # Only needed while several averages are swapped in, or elements are written.
-        return {id(tensor): index for index, tensor in enumerate(self._tensors)}
+        return pointers, versions
 
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
-        return self._index.get(id(tensor))
+        return self._pairing.places.get(id(tensor))
 
-    def undo(self, registered: Registered | None = None) -> str | None:
+    def undo(self) -> str | None:
         """Restore the data, in any order of swaps; return a message if the tensors were changed.
 
         Each step may be repeated, so calling it again completes what an exception has interrupted;
         after that it has no effect. A swap that is undone first hands its training weights to a
         later one of the same tensors, which restores them in its turn.
-
-        Args:
-            registered: The modules as they were, to put back parameters that were replaced.
 
         Returns:
             The message of a RuntimeError that names the first tensor that the block has changed or
@@ -315,24 +344,30 @@ class Swap:
         """
         if self._is_finalizing() or self not in active_swaps:
             return None
-        later = active_swaps[active_swaps.index(self) + 1 :]
-        try:
-            problem = self._problem(later)
-        finally:
-            if later:
-                self._undo_each(later)
-            else:
-                self._exchange(self.raws)
-            forget_casts()
+        pairing = self._pairing
+        has_changed = pairing.watch.changed()
+        with uninterrupted(), torch.no_grad():
+            later = active_swaps[active_swaps.index(self) + 1 :]
+            try:
+                problem = self._problem(later)
+            finally:
+                if later:
+                    self._undo_each(later)
+                else:
+                    self._exchange(self.raws)
+                forget_casts()
 
-        replaced = [] if registered is None else registered.undo()
-        active_swaps.remove(self)
-        self.written += [name for name in replaced if name in self._copied]
-        lost = [name for name in replaced if name not in self._copied]
-        if not lost:
-            return problem
-        names = [name for name, *_ in self._pairs]
-        return self._message(names.index(lost[0]), MSG_REPLACED_INSIDE)
+            if pairing.by_element:
+                # Full parameters of a forward would hide what the shards hold.
+                pairing.reshard()
+            replaced = pairing.put_back() if has_changed else []
+            active_swaps.remove(self)
+
+        self.written += [name for name in replaced if name in pairing.copied]
+        for name in replaced:
+            if name not in pairing.copied:
+                return self._message(pairing.names.index(name), MSG_REPLACED_INSIDE)
+        return problem
 
     def _undo_each(self, later: list["Swap"]) -> None:
         """Restore the tensors that no later swap holds; the next later one gets the others' data.
@@ -340,21 +375,21 @@ class Swap:
         What it found as training weights was the data of this swap. It now restores what this one
         found.
         """
-        for index, (tensor, raw) in enumerate(zip(self._tensors, self.raws, strict=True)):
+        for index, (tensor, raw) in enumerate(zip(self._pairing.tensors, self.raws, strict=True)):
             above = next((swap for swap in later if swap.position(tensor) is not None), None)
             if above is None:
                 self._set(index, raw)
             else:
-                above.raws[above._index[id(tensor)]] = raw
+                above.raws[above._pairing.places[id(tensor)]] = raw
 
     def _problem(self, later: list["Swap"]) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""
-        pointers = pointers_of(self._held)
-        versions = self._versions_now()
+        pointers, versions = self._marks()
         if not self._pointers or (pointers == self._pointers and versions == self.versions):
             return None
 
-        for index, (name, tensor, _) in enumerate(self._pairs):
+        pairing = self._pairing
+        for index, (name, tensor) in enumerate(zip(pairing.names, pairing.tensors, strict=True)):
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
@@ -364,7 +399,7 @@ class Swap:
             is_written = versions[index] != self.versions[index]
             if not (is_replaced or is_written):
                 continue
-            if name not in self._copied:
+            if name not in pairing.copied:
                 template = MSG_CONVERTED_INSIDE if is_replaced else self._written(index)
                 return self._message(index, template)
             self.written.append(name)
@@ -377,16 +412,15 @@ class Swap:
 
     def _written(self, index: int) -> str:
         """Return the message for a write, which has reached the average if the memory is shared."""
-        (pointer,) = pointers_of([local_shard(self._pairs[index][2])])
+        (pointer,) = pointers_of([local_shard(self._pairing.values[index])])
         # A wrapper has no address, and was written to.
         is_shared = pointer != 0 and pointer == self._pointers[index]
         return MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
 
     def _message(self, index: int, template: str) -> str:
-        name, tensor, _ = self._pairs[index]
-        if not isinstance(tensor, torch.nn.Parameter):
+        if not isinstance(self._pairing.tensors[index], torch.nn.Parameter):
             template = f"{template}. {MSG_BUFFER_OPTION}"
-        return template.format(name=name)
+        return template.format(name=self._pairing.names[index])
 
 
 class _Owner:
@@ -445,19 +479,12 @@ def _write_elements(tensor: Tensor, value: Tensor) -> None:
 
 
 @contextmanager
-def exchanged(
-    pairs: Iterable[Pair],
-    registered: Registered | None = None,
-    copied: AbstractSet[str] = frozenset(),
-    note: Callable[[list[str]], None] | None = None,
-) -> Generator[None]:
+def exchanged(pairing: Pairing, note: Callable[[list[str]], None] | None = None) -> Generator[None]:
     """Exchange data for the length of a block, which must not change or replace the tensors.
 
     Args:
-        pairs: Name, tensor of a model, and value that it has in the block.
-        registered: The modules as they are, to put back parameters that the block replaces.
-        copied: Names of copied buffers, which the block may write to and replace.
-        note: Called with the names of those that it has written to or replaced.
+        pairing: The tensors of a model, and the values that they have in the block.
+        note: Called with the names of copied buffers that the block has written to or replaced.
 
     Yields:
         Nothing.
@@ -466,25 +493,25 @@ def exchanged(
         RuntimeError: At the end, if the block has changed or replaced them. If it has raised an
             error of its own, that one gets a note.
     """
-    swap = Swap(pairs, copied)
+    swap = Swap(pairing)
     # It undoes the swap if a signal prevents all of what follows.
     owner = _Owner()
     owner.swap = swap
 
     try:
         try:
-            swap.apply(registered)
+            swap.apply()
             yield
         except BaseException as error:
-            problem = swap.undo(registered)
+            problem = swap.undo()
             if problem is not None:
                 add_note(error, problem)
             raise
-        problem = swap.undo(registered)
+        problem = swap.undo()
     finally:
         # This completes what a signal has interrupted, and otherwise has no effect. An error of the
         # block keeps this frame in a cycle, so the owner may go only when garbage is collected.
-        swap.undo(registered)
+        swap.undo()
 
     if problem is not None:
         raise RuntimeError(problem)

@@ -1,6 +1,7 @@
 """The tensors of a model: by canonical name, how they are written, and how writes are noticed."""
 
 import copy
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -525,21 +526,9 @@ def is_wrapper(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and _pointer(tensor) == 0
 
 
-def wrapper_places(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the positions of the tensors that wrap others."""
-    return [
-        index
-        for index, tensor in enumerate(tensors)
-        if type(tensor) not in PLAIN and is_wrapper(tensor)
-    ]
-
-
 def pointers_of(tensors: list[Tensor]) -> list[int]:
     """Return the addresses of tensors' elements; of sparse tensors, those of the stored values."""
-    try:
-        return list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:
-        return list(map(_pointer, tensors))
+    return list(map(_pointer, tensors))
 
 
 def _pointer(tensor: Tensor) -> int:
@@ -553,9 +542,12 @@ def _pointer(tensor: Tensor) -> int:
         return 0
 
 
+get_version: Final[Callable[[Tensor], int]] = operator.attrgetter("_version")
+
+
 def versions_of(tensors: list[Tensor]) -> list[int]:
     """Return the version counters of tensors; inference tensors have none."""
     try:
-        return [tensor._version for tensor in tensors]
+        return list(map(get_version, tensors))
     except RuntimeError:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

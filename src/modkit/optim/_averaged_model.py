@@ -247,8 +247,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         with uninterrupted(), torch.no_grad():
             # Functions of the user get the tensors one by one, or as lists.
             alone = isinstance(rule, UserFunction) and rule.alone
-            facts = id(self.module), self.use_buffers, alone
-            plan = runtime.plans.get(model, None, facts, lambda: self._plan(model, alone=alone))
+            key = id(self.module), self.use_buffers, alone
+            plan = runtime.plans.get(model, key, lambda: self._plan(model, alone=alone))
             if runtime.seeds is not None:
                 runtime.average.seed(runtime.seeds.next(counter))
 
