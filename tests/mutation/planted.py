@@ -220,22 +220,22 @@ _AVERAGING: Final = [
     Bug(
         "swap: blocks that are left out of order",
         "averaging/swap.py",
-        "                above.raws[above._index[id(tensor)]] = raw\n",
+        "                above.raws[above._pairing.places[id(tensor)]] = raw\n",
         "                pass\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
         "swap: members that were replaced stay replaced",
         "averaging/swap.py",
-        "replaced = [] if registered is None else registered.undo()",
+        "replaced = pairing.put_back() if has_changed else []",
         "replaced = []",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(
         "swap: casts of parameters that autocast has kept",
         "averaging/swap.py",
-        "        self._exchange(values)\n        forget_casts()\n",
-        "        self._exchange(values)\n",
+        "        self._exchange(self._values)\n        forget_casts()\n",
+        "        self._exchange(self._values)\n",
         _EMA + "/test_ema_swap.py",
     ),
     Bug(

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, NoReturn
 
@@ -35,8 +35,8 @@ from modkit.averaging.tensors import (
     NamedTensors,
     check_writable,
     copy_of,
-    forget_casts,
     give_memory,
+    pairs_for,
     versions_of,
     write,
     write_all,
@@ -585,15 +585,20 @@ class EMA(Generic[ModelT_co]):
             yield
 
     def _pairing(self, model: torch.nn.Module, index: int) -> Pairing:
-        """Pair an average with a model; warn once if the model was trained without an update."""
-        writes = self._writes
-        if writes is not None and not self.step and self._engine.writes() - writes >= _TRAINED:
-            self._writes = None
-            warn_user(MSG_NO_UPDATE)
+        """Pair an average with a model, or take the pairing of the latest calls."""
+        if not self.step:
+            self._warn_of_no_update()
         engine = self._engine
         # With its type: True is not an index.
         key = (type(index), index, engine.begun)
         return engine.swaps.get(model, key, lambda: engine.pair(model, index))
+
+    def _warn_of_no_update(self) -> None:
+        """Warn once if the model was trained without an update."""
+        writes = self._writes
+        if writes is not None and not self.step and self._engine.writes() - writes >= _TRAINED:
+            self._writes = None
+            warn_user(MSG_NO_UPDATE)
 
     def _warn_of_written(self, names: Iterable[str]) -> None:
         """Warn once of each copied buffer that a block has written to."""
@@ -640,19 +645,17 @@ class EMA(Generic[ModelT_co]):
         """
         target = self.model if model is None else model
         pairing = self._pairing(target, index)
-        pairs = [*zip(pairing.names, pairing.tensors, pairing.values, strict=True)]
-        check_writable(pairs)
-        for _, tensor, value in pairs:
-            write(tensor, value)
-        forget_casts()
+        tensors = pairing.tensors
+        check_writable(pairing.names, tensors)
+        write_all(tensors, pairing.values)
 
         if self._stored:
             # ``target`` may be a wrapper of the model, or another model.
-            own = {id(member.tensor) for member in NamedTensors(self.model).all().values()}
-            names = [name for name, tensor, _ in pairs if id(tensor) in own]
-            tensors = [tensor for _, tensor, _ in pairs if id(tensor) in own]
-            versions = versions_of(tensors)
-            self._overwritten = list(zip(names, tensors, versions, strict=True))
+            own: Container[int] = pairing.places
+            if target is not self.model:
+                own = {id(member.tensor) for member in self._engine.own().all().values()}
+            rows = zip(pairing.names, tensors, versions_of(tensors), strict=True)
+            self._overwritten = [row for row in rows if id(row[1]) in own]
 
     @_section
     def store(self) -> None:
@@ -669,9 +672,9 @@ class EMA(Generic[ModelT_co]):
             ValueError: If a parameter is uninitialized (lazy).
         """
         self._check_restored("EMA.store()", self.model)
-        named = NamedTensors(self.model)
-        names = self._engine.names() or dict.fromkeys(named.all())
-        self._stored = {name: named.tensor(name).detach().clone() for name in names}
+        named = self._engine.own()
+        names = self._engine.names() or named.all()
+        self._stored = {name: named.tensor(name).clone() for name in names}
 
     @critical
     def restore(self) -> None:
@@ -693,7 +696,8 @@ class EMA(Generic[ModelT_co]):
         pairs = zip(self._overwritten, versions, strict=True)
         changed = [name for (name, _, before), version in pairs if version != before]
 
-        write_all(self.model, self._stored)
+        named = self._engine.own()
+        write_all([named.tensor(name) for name in self._stored], [*self._stored.values()])
         self._stored = {}
         self._overwritten = []
 
@@ -802,8 +806,12 @@ class EMA(Generic[ModelT_co]):
             >>> model.training, model.weight.requires_grad
             (False, False)
         """
+        self._engine.check_index(index)
+        self._warn_of_no_update()
         model = copy_of(self.model)
-        self.copy_to(model, index=index)
+        named, values = self._engine.matched(model, index)
+        pairs = pairs_for(named, values)
+        write_all([tensor for _, tensor, _ in pairs], [value for _, _, value in pairs])
         # One by one: a ScriptModule has no ``requires_grad_``.
         for parameter in model.parameters():
             parameter.requires_grad_(False)
@@ -847,26 +855,17 @@ class EMA(Generic[ModelT_co]):
         self._follow(always=True)
         if self._module is None:
             self._module = AveragedCopy(self.averaged_model())
-            named = NamedTensors(self.model)
-            self._module.refresh(named, self._engine.named(0))
+            self._follow(always=True)
         return self._module.module
 
     def _follow(self, *, always: bool = False) -> None:
         """Give the module, to which the user may have a reference, the memory of the averages."""
-        if self._module is None:
-            return
         averages = self._engine.named(0)
-        if self._module.is_current(averages) and not always:
+        if self._module is None or (self._module.is_current(averages) and not always):
             return
-
-        with torch.inference_mode(False), torch.no_grad():
-            named = NamedTensors(self.model)
-            if self._module.fits(named):
-                self._module.refresh(named, averages)
-            else:
-                # References to the copy keep its present values; the next access makes another one.
-                self._module.release()
-                self._module = None
+        # References to another copy keep its present values; the next access makes another one.
+        if not self._module.refresh(self._engine.own(), averages):
+            self._module = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model in eval mode.

@@ -12,7 +12,7 @@ from modkit._interrupts import uninterrupted
 from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import batch_norm, precision, state as ema_state
 from modkit.averaging.options import Options, check_index
-from modkit.averaging.recipe import Cache, Copies, Plan
+from modkit.averaging.recipe import Cache, Copies, Plan, Walk
 from modkit.averaging.rules import Rule
 from modkit.averaging.sharding import (
     check_shards,
@@ -63,6 +63,7 @@ class Engine:
         # Copied buffers by name; None where the model's buffer is None.
         self._copies: dict[str, Any] = {}
         self._plans: Cache[Plan] = Cache()
+        self._walks: Cache[Walk] = Cache()
         self.swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[Tensor, int]] = {}
@@ -99,10 +100,14 @@ class Engine:
             average.statistics.clear()
         return taken
 
+    def own(self) -> NamedTensors:
+        """Return the tensors of the model in training."""
+        return self._walks.get(self.model, None, lambda: Walk(self.model)).named
+
     def _named(self, model: torch.nn.Module) -> NamedTensors:
         """Return the tensors of a model under the names of those that are averaged."""
         check_model(model)
-        like = None if model is self.model else NamedTensors(self.model)
+        like = None if model is self.model else self.own()
         named = NamedTensors(model, like=like)
         check_shards("EMA", named.modules)
         return named
@@ -238,15 +243,12 @@ class Engine:
         """Return the names of what any average replaces in the model."""
         return {name: None for index in range(len(self.averages)) for name in self.named(index)}
 
-    def pair(self, model: torch.nn.Module, index: int) -> Pairing:
-        """Pair an average with a model, which must have what is averaged, and no more of it.
+    def matched(self, model: torch.nn.Module, index: int) -> tuple[NamedTensors, dict[str, Tensor]]:
+        """Return the tensors of a model that has what is averaged, and the values for them.
 
         Args:
             model: The model, or another one of the same names and shapes.
             index: Index of the average.
-
-        Returns:
-            The pairing.
 
         Raises:
             TypeError: If ``model`` is not a module, is sharded by FSDP1 or DeepSpeed ZeRO-3, or
@@ -259,12 +261,17 @@ class Engine:
         averaged, _ = self._split(model, named)
         if self.begun and not named.has_lazy():
             self._check_averaged(averaged)
+        return named, self.named(index)
+
+    def pair(self, model: torch.nn.Module, index: int) -> Pairing:
+        """Pair an average with a model, as :meth:`matched` compares them."""
+        named, values = self.matched(model, index)
         # The kernels of batch normalization write means and variances without a trace. Only
         # its count shows an evaluation in training mode, which is a mistake.
         copied = self._copies.keys() - batch_norm.statistics_of(named).keys()
         average = self.averages[index]
         tables = (average.tensors, average.statistics, self._copies)
-        return Pairing(named, self.named(index), copied, self._frozen(named, averaged), tables)
+        return Pairing(named, values, copied, self._frozen(named, average.tensors), tables)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the next step depends on; tensors are not copied.

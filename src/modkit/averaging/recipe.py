@@ -7,11 +7,11 @@ model. The watch runs before each step, so it consists of loops in C.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, starmap
-from typing import Any, Final, Generic, Protocol, cast
+from typing import Any, Final, Generic, cast
 
 import torch
 from torch import Tensor
@@ -75,13 +75,13 @@ class Watch:
         # No ``starmap``, which the compiler of torch 2.8 cannot follow.
         self._tables = [state[name] for state, name in self._places]
         compared = _TABLES if buffers else ("_modules", "_parameters")
-        registries = [*tables, *(state[name] for state in states for name in compared)]
-        held = set(map(id, registries))
-        named = [state["_buffers"] for state in states if id(state["_buffers"]) not in held]
+        registries = {id(table): table for table in tables}
+        registries |= {id(state[name]): state[name] for state in states for name in compared}
+        named = [state["_buffers"] for state in states if id(state["_buffers"]) not in registries]
 
         # Most tables are empty, and those are checked together.
-        self._empty = [table for table in (*registries, *named) if not table]
-        self._filled = [table for table in registries if table]
+        self._empty = [table for table in (*registries.values(), *named) if not table]
+        self._filled = [table for table in registries.values() if table]
         self._views = [table.values() for table in self._filled]
         self._lengths = list(map(len, self._filled))
         self._held = list(chain.from_iterable(self._views))
@@ -215,20 +215,11 @@ class Copies:
             for targets, sources in lists.values()
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """Return the sources and the copies that are registered now."""
-        sources = [_source_of(member) for _, _, member in self.pairs]
-        targets = [registry.get(key) for registry, key, _ in self.pairs]
-        return [tensor for tensor in sources + targets if tensor is not None]
-
-    def tables(self) -> list[Registry]:
-        """Return the tables of sources and copies."""
-        tables = {
-            id(table): table
-            for registry, _, member in self.pairs
-            for table in (registry, member.registry)
-        }
-        return [*tables.values()]
+    def places(self) -> Iterator[tuple[Registry, str]]:
+        """Yield the table and the key of each copy and of its source."""
+        for registry, key, member in self.pairs:
+            yield registry, key
+            yield member.registry, member.key
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""
@@ -268,7 +259,25 @@ def _source_of(member: Member) -> Tensor | None:
     return source
 
 
-class Plan:
+class Watched:
+    """A value that is valid until ``watch`` notices a change, unless it adapts to that."""
+
+    watch: Watch
+
+    def adapt(self) -> bool:
+        """Return True if the value is still valid after the change."""
+        return False
+
+
+class Walk(Watched):
+    """The tensors of a model. It keeps them and the model alive."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.named = NamedTensors(model)
+        self.watch = Watch(self.named.states, buffers=True, unknown=self.named.scripted)
+
+
+class Plan(Watched):
     """One model's tensors with their averages, grouped; valid until ``watch`` notices a change.
 
     It does not keep the model alive.
@@ -317,9 +326,10 @@ class Plan:
         self._tensors = [*currents.values(), *more]
         # Notices what ends the plan; ``watch`` also notices sources of copies that were replaced.
         self._ending: Watch = self._watching(self._tensors)
-        self.watch: Watch = self._ending
+        self.watch = self._ending
         self._has_copies = not copies.pairs
 
+    @override
     def adapt(self) -> bool:
         """Return True if the change is one of copies, which the next step finds anew."""
         if self._ending.changed():
@@ -329,10 +339,10 @@ class Plan:
 
     def _find_copies(self) -> None:
         self._copies.plan()
+        places = [*self._copies.places()]
+        copies = [table[key] for table, key in places if table.get(key) is not None]
         # The tables are watched too: a forward may replace a buffer by one with the same metadata.
-        self.watch = self._watching(
-            [*self._tensors, *self._copies.tensors()], tables=self._copies.tables()
-        )
+        self.watch = self._watching([*self._tensors, *copies], tables=[row[0] for row in places])
         self._has_copies = True
 
     def step(self, rule: Rule, count: Count) -> bool | Tensor:
@@ -351,14 +361,17 @@ class Plan:
         """
         finite: bool | Tensor = True
         is_first = not isinstance(count, Tensor) and count == 0
+        skips = self._options.on_nonfinite == "skip"
         if self._options.on_nonfinite == "raise":
             precision.check_finite(self._options.owner, self._currents)
-        elif self._options.on_nonfinite == "skip" and is_first and not self._starts_finite():
+        # The only flag of a device that is read on the host: whether there is an average decides
+        # what reading, saving and swapping do.
+        if skips and is_first and precision.first_nonfinite(self._currents) is not None:
             return False
 
         if not self._has_copies:
             self._find_copies()
-        if self._options.on_nonfinite == "skip" and not is_first:
+        if skips and not is_first:
             finite = self._all_finite()
 
         on_device = isinstance(count, Tensor) or isinstance(finite, Tensor)
@@ -374,14 +387,6 @@ class Plan:
             copy_list(targets, sources)
         return finite
 
-    def _starts_finite(self) -> bool:
-        """Return True if all values are finite, for the first step.
-
-        It is the only flag of a device that is read on the host: whether there is an average
-        decides what reading, saving and swapping do.
-        """
-        return precision.first_nonfinite(self._currents) is None
-
     def _all_finite(self) -> bool | Tensor:
         """Return whether all values are finite on all ranks, without a host sync.
 
@@ -391,14 +396,6 @@ class Plan:
         tensors = [tensor for group in self._groups for tensor in group.currents]
         flag = true_everywhere(precision.all_finite(tensors), self._meshes)
         return bool(flag) if flag.device.type in precision.HOST_DEVICES else flag
-
-
-class Watched(Protocol):
-    """A value that is valid until something changes, unless it adapts to that."""
-
-    watch: Watch
-
-    def adapt(self) -> bool: ...
 
 
 ValueT = TypeVar("ValueT", bound=Watched)

@@ -45,16 +45,6 @@ class Group:
     has_average: bool = True
     is_alike: bool = False
 
-    @classmethod
-    def like(cls, owners: Sequence[Average], average: Tensor, current: Tensor) -> "Group":
-        """Return a group without tensors, for tensors like an average and what it follows."""
-        return cls(
-            owners,
-            averages=[[] for _ in owners],
-            has_average=precision.is_averaged(average),
-            is_alike=(average.dtype, average.device) == (current.dtype, current.device),
-        )
-
     def add(self, name: str, current: Tensor) -> None:
         """Add a tensor of the model and its averages.
 
@@ -114,7 +104,12 @@ def grouped(owners: Sequence[Average], currents: Tensors, *, alone: bool = False
             is_sharded_alike(average, current),
         )
         if key not in groups:
-            groups[key] = Group.like(owners, average, current)
+            groups[key] = Group(
+                owners,
+                averages=[[] for _ in owners],
+                has_average=precision.is_averaged(average),
+                is_alike=(average.dtype, average.device) == (current.dtype, current.device),
+            )
         groups[key].add(name, current)
 
     return list(groups.values())

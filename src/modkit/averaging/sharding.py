@@ -7,9 +7,13 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from modkit._upstream import PLAIN
+
 
 def is_sharded(tensor: object) -> bool:
     """Return True for a ``DTensor``, without importing ``torch.distributed.tensor``."""
+    if type(tensor) in PLAIN:
+        return False
     # Another thread may be importing it: until the class is there, no tensor is of it.
     sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return sharded is not None and isinstance(tensor, sharded)

@@ -195,30 +195,31 @@ class AveragedCopy(Generic[ModelT]):
         self._averages: dict[str, Tensor] = {}
         self._shared: set[str] = set()
 
-    def fits(self, model: NamedTensors) -> bool:
-        """Return True if the model still has the names and shapes of the copy."""
-        return model.is_like(NamedTensors(self.module))
-
     def is_current(self, averages: Mapping[str, Tensor]) -> bool:
         """Return True if the averages are the tensors of the latest refresh."""
         same_number = len(averages) == len(self._averages)
         return same_number and all(map(operator.is_, averages.values(), self._averages.values()))
 
-    def release(self) -> None:
-        """Give the module memory of its own, so that a reference to it does not change in part."""
-        for name, member in NamedTensors(self.module).all().items():
-            if name in self._shared:
-                member.tensor.data = member.tensor.data.clone()
-
-    def refresh(self, model: NamedTensors, averages: dict[str, Tensor]) -> None:
+    def refresh(self, model: NamedTensors, averages: dict[str, Tensor]) -> bool:
         """Share the memory of averages that have the model's dtype and device, and copy the rest.
 
         Args:
             model: The model in training: dtypes, devices, and what is not averaged.
             averages: The averages by name.
+
+        Returns:
+            False if the model has other names or shapes now. Then the module has memory of its own,
+            so that a reference to it does not change in part.
         """
+        named = NamedTensors(self.module)
+        members = named.all()
+        if not model.is_like(named):
+            for name in self._shared & members.keys():
+                members[name].tensor.data = members[name].tensor.data.clone()
+            return False
+
         shared: set[str] = set()
-        for name, member in NamedTensors(self.module).all().items():
+        for name, member in members.items():
             tensor = member.tensor
             source = model.tensor(name)
             # The model may have been sharded since the copy was made.
@@ -239,3 +240,4 @@ class AveragedCopy(Generic[ModelT]):
                 write(tensor, value)
         self._averages = averages
         self._shared = shared
+        return True

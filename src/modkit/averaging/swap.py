@@ -14,8 +14,9 @@ from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from modkit._interrupts import uninterrupted
+from modkit._interrupts import critical
 from modkit._messages import (
     MSG_BUFFER_OPTION,
     MSG_CONVERTED_INSIDE,
@@ -24,7 +25,7 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit.averaging.recipe import Watch
+from modkit.averaging.recipe import Watch, Watched
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.averaging.tensors import (
     NamedTensors,
@@ -72,7 +73,7 @@ class _Before(NamedTuple):
         return module
 
 
-class Pairing:
+class Pairing(Watched):
     """Values for the tensors of a model, prepared once for all swaps until something changes.
 
     Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
@@ -127,7 +128,7 @@ class Pairing:
 
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in pairs)
-        self.watch: Watch = Watch(
+        self.watch = Watch(
             named.states,
             [*self.tensors, *self.values],
             buffers=True,
@@ -151,6 +152,7 @@ class Pairing:
         recurrent = (each for each in named.modules if isinstance(each, torch.nn.RNNBase))
         self.recurrent: list[weakref.ref[torch.nn.RNNBase]] = [*map(weakref.ref, recurrent)]
 
+    @override
     def adapt(self) -> bool:
         """Return True if only a forward of FSDP has registered full parameters over the shards."""
         if not self.by_element:
@@ -258,27 +260,27 @@ class Swap:
         self._pointers: list[int] = []
         self.versions: list[int] = []
 
+    @critical
     def apply(self) -> None:
         """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them."""
         pairing = self._pairing
-        with uninterrupted(), torch.no_grad():
-            self.raws = list(map(_get_data, pairing.tensors))
-            if pairing.casts:
-                self._values = [*pairing.values]
-                for index in pairing.casts:
-                    raw = self.raws[index]
-                    self._values[index] = self._values[index].to(raw.device, raw.dtype)
-            if pairing.by_element:
-                self._take_elements()
+        self.raws = list(map(_get_data, pairing.tensors))
+        if pairing.casts:
+            self._values = [*pairing.values]
+            for index in pairing.casts:
+                raw = self.raws[index]
+                self._values[index] = self._values[index].to(raw.device, raw.dtype)
+        if pairing.by_element:
+            self._take_elements()
 
-            # In this order: a swap that is registered can be undone, whatever interrupts the
-            # exchange.
-            active_swaps.append(self)
-            self._exchange(self._values)
-            forget_casts()
-            if pairing.recurrent and not pairing.by_element:
-                pairing.compact()
-            self._note()
+        # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
+        active_swaps.append(self)
+        self._exchange(self._values)
+        forget_casts()
+        if pairing.recurrent and not pairing.by_element:
+            pairing.compact()
+        # By these, changes in the block are detected.
+        self._pointers, self.versions = self._marks()
 
     def _take_elements(self) -> None:
         """Clone the elements of shards and wrappers, which are restored by writing to them."""
@@ -307,10 +309,6 @@ class Swap:
             _write_elements(tensor, value)
         else:
             tensor.data = value
-
-    def _note(self) -> None:
-        """Note versions and addresses, by which changes in the block are detected."""
-        self._pointers, self.versions = self._marks()
 
     def _marks(self) -> tuple[list[int], list[int]]:
         """Return the present addresses and versions of the tensors."""
@@ -344,29 +342,31 @@ class Swap:
         """
         if self._is_finalizing() or self not in active_swaps:
             return None
+        return self._undo(has_changed=self._pairing.watch.changed())
+
+    @critical
+    def _undo(self, *, has_changed: bool) -> str | None:
+        """Restore the data, and members of the model that were replaced."""
         pairing = self._pairing
-        has_changed = pairing.watch.changed()
-        with uninterrupted(), torch.no_grad():
-            later = active_swaps[active_swaps.index(self) + 1 :]
-            try:
-                problem = self._problem(later)
-            finally:
-                if later:
-                    self._undo_each(later)
-                else:
-                    self._exchange(self.raws)
-                forget_casts()
+        later = active_swaps[active_swaps.index(self) + 1 :]
+        try:
+            problem = self._problem(later)
+        finally:
+            if later:
+                self._undo_each(later)
+            else:
+                self._exchange(self.raws)
+            forget_casts()
 
-            if pairing.by_element:
-                # Full parameters of a forward would hide what the shards hold.
-                pairing.reshard()
-            replaced = pairing.put_back() if has_changed else []
-            active_swaps.remove(self)
-
-        self.written += [name for name in replaced if name in pairing.copied]
+        if pairing.by_element:
+            # Full parameters of a forward would hide what the shards hold.
+            pairing.reshard()
+        replaced = pairing.put_back() if has_changed else []
+        active_swaps.remove(self)
         for name in replaced:
             if name not in pairing.copied:
                 return self._message(pairing.names.index(name), MSG_REPLACED_INSIDE)
+        self.written += replaced
         return problem
 
     def _undo_each(self, later: list["Swap"]) -> None:
@@ -512,6 +512,7 @@ def exchanged(pairing: Pairing, note: Callable[[list[str]], None] | None = None)
         # This completes what a signal has interrupted, and otherwise has no effect. An error of the
         # block keeps this frame in a cycle, so the owner may go only when garbage is collected.
         swap.undo()
+        owner.swap = None
 
     if problem is not None:
         raise RuntimeError(problem)

@@ -4,7 +4,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from modkit._messages import add_note
 from modkit._tree import descend
-from modkit._upstream import PLAIN, copy_
+from modkit._upstream import PLAIN, copy_, copy_all_
 from modkit.averaging.sharding import (
     has_shards,
     is_flattened,
@@ -144,8 +144,7 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 Registry: TypeAlias = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """A tensor of a model, and where it is registered.
 
     Attributes:
@@ -161,8 +160,8 @@ class Member:
     tensor: Any
     registry: Registry
     key: str
-    is_parameter: bool
-    persistent: bool
+    is_parameter: bool = True
+    persistent: bool = True
 
     def current(self) -> Tensor:
         """Return what is registered now: forwards may replace buffers."""
@@ -172,17 +171,6 @@ class Member:
     def required_shape(self) -> torch.Size | None:
         """Return the shape that values must have; None for a buffer, which may have had another."""
         return self.current().shape if self.is_parameter else None
-
-
-class _Slot(NamedTuple):
-    """The fields of a :class:`Member`, before its name is canonical."""
-
-    name: str
-    tensor: Any
-    registry: Registry
-    key: str
-    is_parameter: bool = True
-    persistent: bool = True
 
 
 class NamedTensors:
@@ -235,14 +223,7 @@ class NamedTensors:
         # The walk meets a tied tensor several times; the first name is the one that torch gives it.
         first: dict[int, str] = {}
         for slot in slots:
-            member = Member(
-                names[slot.name],
-                slot.tensor,
-                slot.registry,
-                slot.key,
-                slot.is_parameter,
-                slot.persistent,
-            )
+            member = Member(names[slot.name], *slot[1:])
             if member.tensor is None:
                 if not member.is_parameter:
                     self.empty[member.name] = member
@@ -253,8 +234,8 @@ class NamedTensors:
                 members = self.parameters if member.is_parameter else self.buffers
                 members[member.name] = member
 
-    def _slots_of(self, prefix: str, module: torch.nn.Module) -> "Iterator[_Slot]":
-        """Yield the parameters and buffers of a module, and note where its tables are."""
+    def _slots_of(self, prefix: str, module: torch.nn.Module) -> Iterator[Member]:
+        """Yield the members of a module by name in the model, and note where its tables are."""
         parameters: Registry = module._parameters
         buffers: Registry = module._buffers
         if isinstance(module, torch.jit.ScriptModule):
@@ -269,10 +250,10 @@ class NamedTensors:
             transient = module._non_persistent_buffers_set
 
         for key, tensor in parameters.items():
-            yield _Slot(prefix + key, tensor, parameters, key)
+            yield Member(prefix + key, tensor, parameters, key)
         for key, tensor in buffers.items():
             is_saved = key not in transient
-            yield _Slot(prefix + key, tensor, buffers, key, is_parameter=False, persistent=is_saved)
+            yield Member(prefix + key, tensor, buffers, key, False, is_saved)
 
     def all(self) -> dict[str, Member]:
         """Return parameters and buffers together."""
@@ -353,10 +334,7 @@ def _places(
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 # The name of a tensor, the tensor of a model, and the value that it is to have.
-Pair: TypeAlias = tuple[str, Tensor, Tensor]
-
-
-Pairs: TypeAlias = list[Pair]
+Pairs: TypeAlias = list[tuple[str, Tensor, Tensor]]
 
 
 def pairs_for(named: NamedTensors, values: Mapping[str, Tensor]) -> Pairs:
@@ -438,16 +416,9 @@ def _compacted(model: ModelT) -> ModelT:
     return model
 
 
-def check_writable(pairs: Iterable[Pair]) -> None:
-    """Check that tensors can be written to, before the first one is.
-
-    Args:
-        pairs: Name, tensor, and the value that it is to have.
-
-    Raises:
-        RuntimeError: If a tensor is expanded, on the meta device, or an inference tensor.
-    """
-    for name, tensor, _ in pairs:
+def check_writable(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
+    """Raise RuntimeError, by name, for a tensor that cannot be written to, before one is."""
+    for name, tensor in zip(names, tensors, strict=True):
         kind = _read_only_kind(tensor)
         if kind is not None:
             raise RuntimeError(
@@ -462,9 +433,9 @@ def _read_only_kind(tensor: Tensor) -> str | None:
         return "on the meta device"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor"
-
     # Several elements of an expanded tensor are one in memory, which torch refuses to write to.
-    if tensor.layout is torch.strided and not is_sharded(tensor):
+    is_dense = tensor.layout is torch.strided and not is_sharded(tensor)
+    if is_dense and not tensor.is_contiguous():
         strides = zip(tensor.shape, tensor.stride(), strict=True)
         if any(size > 1 and stride == 0 for size, stride in strides):
             return "an expanded tensor"
@@ -494,20 +465,17 @@ def give_memory(tensor: Tensor, value: Tensor) -> None:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
 
-def write_all(model: torch.nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give tensors of a model other values, by name.
+_shape_of: Final[Callable[[Tensor], torch.Size]] = operator.attrgetter("shape")
 
-    Args:
-        model: The model.
-        values: The values by name. All names are looked up before the first write.
 
-    Raises:
-        NameMismatchError: If the model has no tensor of a name.
-    """
-    named = NamedTensors(model)
-    pairs = [(named.tensor(name), value) for name, value in values.items()]
-    for tensor, value in pairs:
-        write(tensor, value)
+def write_all(tensors: list[Tensor], values: list[Tensor]) -> None:
+    """Give tensors other values, in one list if all are plain and keep their shapes."""
+    is_plain = PLAIN.issuperset(map(type, chain(tensors, values)))
+    if tensors and is_plain and list(map(_shape_of, tensors)) == list(map(_shape_of, values)):
+        copy_all_(tensors, values, mixed=True)
+    else:
+        for tensor, value in zip(tensors, values, strict=True):
+            write(tensor, value)
     forget_casts()
 
 
