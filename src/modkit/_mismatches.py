@@ -12,8 +12,15 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 
-from modkit._layer_lists import Shape, Shapes, is_renumbered, lists_in, names_below
-from modkit._renames import Renames, Rule, Unexplained, find_renames, starred
+from modkit._renames import (
+    LONGEST_NAME,
+    Rule,
+    Shape,
+    Shapes,
+    Unexplained,
+    find_renames,
+    starred,
+)
 from modkit.errors import printable
 
 
@@ -22,8 +29,6 @@ _LONGEST: Final = 80
 # Keys in front of a state dict: checkpoint["state"]["model"]["module"].
 _MOST_NESTED: Final = 4
 _OF_OPTIMIZER: Final = frozenset({"state", "param_groups"})
-# Below this portion of names that rules explain, what they explain are coincidences.
-_LEAST_COVERAGE: Final = 0.1
 # Descriptions of other states, by keys that they have.
 _STATES: Final = {
     _OF_OPTIMIZER: "this is the state of an optimizer, not of a model",
@@ -52,6 +57,7 @@ _FAMILIES: Final = {
     r"(^|\.)weight_[gv]$": "weight_norm or spectral_norm",
     r"(^|\.)weight_(orig|mask|u)$": "spectral_norm or pruning",
     r"(^|\.)parametrizations\.": "a parametrization such as weight_norm",
+    r"(^|\.)(gamma|beta)$": "TensorFlow's names of weight and bias, gamma and beta, or layer scale",
     r"(^|\.)_extra_state$": "extra state, for instance of TransformerEngine",
     r"(^|\.)(inv_freq|position_ids|relative_position_index|attn_mask|masked_bias|attn\.bias)$": (
         "constants that some versions of a library save"
@@ -77,7 +83,7 @@ _MOST_OTHER_SIZES: Final = 0.3
 
 
 # The order of causes; of one rank, the one that explains most tensors comes first.
-_PREFIX, _CAUSE, _DOUBTFUL, _REST = range(4)
+_PREFIX, _CAUSE, _REST = range(3)
 
 
 class Note(NamedTuple):
@@ -142,19 +148,14 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     notes += _depths(model, file, surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
-    is_covered = not is_other or renames.coverage >= _LEAST_COVERAGE
     if is_other:
         notes.append(Note(_PREFIX, len(file), _another_model([*lacking] or model, surplus)))
-    if is_covered:
-        notes += [_say_rule(rule, len(file)) for rule in renames.rules]
+    notes += [_say_rule(rule, len(file)) for rule in renames.rules]
 
-    notes += _insertions(renames)
-    in_order = {name for names in renames.renumbered.values() for name in names}
-    differing = [name for name in reported[2] if name in file and name not in in_order]
-    pairs = {name: name for name in differing} | renames.pairs
+    pairs = {name: name for name in reported[2] if name in file} | renames.pairs
     sizes = {name: (file[old], model[name]) for old, name in pairs.items()}
     notes += _sizes(sizes, len(model))
-    if is_covered:
+    if not is_other:
         notes += _rest("the checkpoint", [renames.original[name] for name in renames.old])
         notes += _rest("the model", [*renames.new])
 
@@ -352,17 +353,27 @@ def _searched(
     return [name for names in found for name in names if name in left]
 
 
-def _insertions(renames: Renames) -> Iterator[Note]:
-    """Name the lists in which layers were inserted or removed, such as dropout."""
-    tensors: Counter[str] = Counter()
-    for home, names in renames.renumbered.items():
-        tensors[starred(home)] += len(names)
-    for home, n in tensors.items():
-        line = (
-            f"layers were inserted or removed below {_quoted(home)}: one number is not one layer "
-            "in the checkpoint and in the model"
-        )
-        yield Note(_PREFIX, n, line)
+def _numbered(name: str) -> Iterator[tuple[str, int]]:
+    """Yield the path of each list of layers that a name is in, with the number, outer ones first.
+
+    Example:
+        >>> [*_numbered("layers.0.experts.12.weight")]
+        [('layers', 0), ('layers.0.experts', 12)]
+    """
+    # Numbers as str() writes them, so that each has one name; lists of layers have no longer ones.
+    # A name that begins with a dot is not one of a list without a path.
+    for match in re.finditer(r"(?:^|(?<!^)\.)(0|[1-9]\d{0,8})(?=\.)", name[:LONGEST_NAME]):
+        yield name[: match.start()], int(match[1])
+
+
+def _lists_in(names: Iterable[str]) -> dict[str, set[int]]:
+    """Return the numbers in each list of layers, by the path of the list."""
+    lists: dict[str, set[int]] = defaultdict(set)
+    # The tensors of a module are in the same lists.
+    for home in {name.rpartition(".")[0] for name in names}:
+        for path, number in _numbered(f"{home}."):
+            lists[path].add(number)
+    return lists
 
 
 def _depths(
@@ -372,31 +383,32 @@ def _depths(
 
     Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
     """
+    in_file = _lists_in(file)
+    in_model = _lists_in(model)
+    # The numbers that one side alone has.
+    extra: dict[str, set[int]] = {}
+    lost: dict[str, set[int]] = {}
+    for home in in_file.keys() & in_model.keys():
+        numbers, model_numbers = in_file[home], in_model[home]
+        gap = min(numbers) - min(model_numbers)
+        is_shifted = numbers == {n + gap for n in model_numbers}
+        # Without a common number, or with gaps at different places, they are not one list.
+        is_nested = numbers >= model_numbers or numbers <= model_numbers
+        if numbers & model_numbers and (is_shifted or is_nested):
+            extra[home] = numbers - model_numbers
+            lost[home] = model_numbers - numbers
+
+    explained = Counter([*_below(extra, surplus), *_below(lost, lacking)])
     # Lists of one kind, such as the experts of each layer, by how they differ: the tensors by path.
     found: dict[tuple[str, bool, int, int], dict[str, int]] = defaultdict(dict)
-    file_homes = lists_in(file)
-    model_homes = lists_in(model)
-    for home in sorted(file_homes.keys() & model_homes.keys()):
-        in_file = file_homes[home]
-        in_model = model_homes[home]
-        extra = in_file.keys() - in_model.keys()
-        lost = in_model.keys() - in_file.keys()
-        first = min(in_file)
-        model_first = min(in_model)
-        is_shifted = {n - first for n in in_file} == {n - model_first for n in in_model}
-        # Without a common number, or with gaps at different places, they are not one list.
-        if extra == in_file.keys() or (extra and lost and not is_shifted):
-            continue
-        # The search for renames finds these, and _insertions() reports them.
-        if is_renumbered(in_file, in_model):
-            continue
-
-        explained = _forget(names_below(home, in_file, extra), surplus)
-        explained += _forget(names_below(home, in_model, lost), lacking)
-        if extra and lost:
-            found[starred(home), True, first, model_first][home] = len(in_file)
-        elif explained:
-            found[starred(home), False, len(in_file), len(in_model)][home] = explained
+    for home in sorted(extra):
+        numbers, model_numbers = in_file[home], in_model[home]
+        if extra[home] and lost[home]:
+            key = (starred(home), True, min(numbers), min(model_numbers))
+            found[key][home] = len(numbers)
+        elif explained[home]:
+            key = (starred(home), False, len(numbers), len(model_numbers))
+            found[key][home] = explained[home]
 
     for (pattern, has_moved, number, model_number), tensors in found.items():
         home = _quoted(pattern if len(tensors) > 1 else next(iter(tensors)))
@@ -413,14 +425,21 @@ def _depths(
         yield Note(_PREFIX if has_moved else _CAUSE, sum(tensors.values()), line)
 
 
+def _below(lists: Mapping[str, set[int]], names: Unexplained) -> Iterator[str]:
+    """Remove the names below these numbers of lists, and yield the path of the list of each."""
+    for name in [*names] if any(lists.values()) else ():
+        for home, number in _numbered(name):
+            if number in lists.get(home, ()):
+                del names[name]
+                yield home
+                break
+
+
 def _say_rule(rule: Rule, total: int) -> Note:
     """Return the line for a rule; ``total`` is the number of tensors in the checkpoint."""
     if rule.kind == "prefix":
         return Note(_PREFIX, rule.count, _say_prefix(rule, total))
-    if rule.kind == "rename":
-        rank = _CAUSE if rule.is_certain else _DOUBTFUL
-        return Note(rank, rule.count, _say_rename(rule, total))
-    return Note(_CAUSE, rule.count, _say_joined(rule))
+    return Note(_CAUSE, rule.count, _say_rename(rule, total))
 
 
 def _say_prefix(rule: Rule, total: int) -> str:
@@ -449,23 +468,9 @@ def _say_rename(rule: Rule, total: int) -> str:
     new = _listed(rule.new, 4, " or ")
     if rule.is_certain:
         return f"{tensors} are renamed: {old} in the checkpoint is {new} in the model"
-    is_single = len(rule.old) == len(rule.new) == 1
-    doubt = "they have one shape" if is_single else "shapes do not tell which"
-    return f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; {doubt}"
-
-
-def _say_joined(rule: Rule) -> str:
-    is_join = rule.kind == "join"
-    parts = rule.old if is_join else rule.new
-    whole = rule.new[0] if is_join else rule.old[0]
-    divided, joined = ("checkpoint", "model") if is_join else ("model", "checkpoint")
-    # Two parts less: the name of the tensor, and that of its layer.
-    home = parts[0].rpartition(".")[0].rpartition(".")[0]
-    names = ", ".join(_quoted(part.removeprefix(f"{home}.")) for part in parts)
-    are = "are" if rule.is_certain else "may be"
     return (
-        f"{_count(rule.count, 'tensor')} of the {divided} {are} joined in the {joined}: "
-        f"{_quoted(whole)} has the size of {names} in {_quoted(home)}"
+        f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; shapes do "
+        "not tell which"
     )
 
 
@@ -473,10 +478,17 @@ def _rest(side: str, names: list[str]) -> Iterator[Note]:
     """Name the modules of the tensors that no cause explains."""
     if not names:
         return
-    homes = Counter(starred(name.rpartition(".")[0] or name) for name in names)
-    listed = _listed([home for home, _ in homes.most_common()])
+    homes = Counter(name.rpartition(".")[0] or name for name in names)
+    tensors: Counter[str] = Counter()
+    alike: dict[str, list[str]] = defaultdict(list)
+    for home, count in homes.items():
+        tensors[starred(home)] += count
+        alike[starred(home)].append(home)
+    # A star stands for several numbers only.
+    patterns = [pattern for pattern, _ in tensors.most_common()]
+    listed = _listed([p if len(alike[p]) > 1 else alike[p][0] for p in patterns])
     # If they are all of one module, its name alone would say little.
-    if len(homes) == 1 < len(names):
+    if len(patterns) == 1 < len(names):
         listed += f": {_listed(dict.fromkeys(name.rpartition('.')[2] for name in names))}"
     line = f"only {side} has {_count(len(names), 'other tensor')}, in {listed}"
     yield Note(_REST, len(names), line)

@@ -60,7 +60,7 @@ PARTS = {
     "jit": ("jit", "parity/jit unit/jit integration/torch_jit"),
     "fast_inference": ("_fast_inference", "parity/fast_inference integration/fast_inference"),
     "migrations": (
-        "migrations _renames.py _mismatches.py _layer_lists.py nn/_load_matching.py",
+        "migrations _renames.py _mismatches.py nn/_load_matching.py",
         "unit/migrations unit/load unit/cli/test_migrate.py unit/cli/test_diff.py property/test_migrations.py",
     ),
 }

@@ -212,10 +212,5 @@ def _described(checkpoint: Checkpoint, name: str) -> str:
 
 def _rule_as_text(rule: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the names in A, those in B, and whether these are certain."""
-    # Several names are joined or split, or they are readings of a rename.
-    word = " or " if rule["kind"] in {"prefix", "rename"} else " and "
-    names_a, names_b = (word.join(rule[side]) or "(no prefix)" for side in ("a", "b"))
-    if rule["certain"]:
-        return names_a, names_b, "yes"
-    is_single = len(rule["a"]) == len(rule["b"]) == 1
-    return names_a, names_b, "no: only the shapes agree" if is_single else "no: shapes do not tell"
+    names_a, names_b = (" or ".join(rule[side]) or "(no prefix)" for side in ("a", "b"))
+    return names_a, names_b, "yes" if rule["certain"] else "no: shapes do not tell"

@@ -130,7 +130,9 @@ class Load:
             add_note(error, line)
         return error
 
-    def explain(self, module: torch.nn.Module) -> list[str]:
+    def explain(
+        self, module: torch.nn.Module, tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> list[str]:
         """Say why the entries do not fit, in a few lines.
 
         Hooks and classes may load under other names, so only the names that the load reported
@@ -142,7 +144,7 @@ class Load:
         mismatched = [found[0] for found in map(misfit, self.errors) if found]
         # Whatever the model or the file holds, torch's error is shown, with an explanation or not.
         try:
-            shapes = shapes_of(tensors_of(module))
+            shapes = shapes_of(tensors or tensors_of(module))
             return explain(shapes, self.given, (self.missing, self.unexpected, mismatched))
         except Exception:  # noqa: BLE001
             return []

@@ -116,7 +116,7 @@ def _warn_if_no_parameter_was_loaded(module: torch.nn.Module, loading: Load) -> 
     if names and missing.issuperset(names):
         warned = f"load_state_dict(strict=False) loaded none of the {len(names)} parameters of "
         warned += type(module).__name__
-        warnings.warn("\n".join([warned, *loading.explain(module)]), stacklevel=4)
+        warnings.warn("\n".join([warned, *loading.explain(module, tensors)]), stacklevel=4)
 
 
 # This file also has the function of this name for any module, so the method has another one here.

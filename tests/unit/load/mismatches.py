@@ -268,10 +268,12 @@ KINDS = [
         (r"norm1.*norm2|norm2.*norm1", r"layer_norms"),
     ),
     case("a typo", vit(), sub((r"patch_embed", "pacth_embed")), r"'pacth_embed'.*'patch_embed'"),
-    case("a number moved", _mlp, sub((r"^5\.", "4.")), r"'4'.*'5'"),
-    Mismatch("q, k, v joined by the model", vit(), _separate, (r"qkv\.weight.*q\.weight",)),
-    Mismatch("q, k, v split by the model", _separate, vit(), (r"qkv\.weight.*q\.weight",)),
-    Mismatch("in_proj split", _attention, _in_proj, (r"in_proj_weight.*q_proj\.weight",)),
+    case("a number moved", _mlp, sub((r"^5\.", "4.")), r"checkpoint .*'4'", r"model .*'5'"),
+    Mismatch(
+        "q, k, v joined by the model", vit(), _separate, (r"'blocks\.\*\.attn\.q'", r"\.qkv'")
+    ),
+    Mismatch("q, k, v split by the model", _separate, vit(), (r"'blocks\.\*\.attn\.q'", r"\.qkv'")),
+    Mismatch("in_proj split", _attention, _in_proj, (r"q_proj", r"in_proj_weight")),
     Mismatch("Conv1D", gpt2(), gpt2(turned=True), (r"transposed",)),
     Mismatch("fewer layers", vit(depth=2), vit(depth=4), (r"'blocks'.*\b4\b.*\b2\b",)),
     Mismatch("more layers", vit(depth=4), vit(depth=2), (r"'blocks'.*\b[24]\b.*\b[24]\b",)),
@@ -444,7 +446,7 @@ LIBRARIES = [
         "torchvision: DenseNet before 0.3",
         _densenet,
         sub((r"(norm|conv)([12])\.", r"\1.\2.")),
-        r"'norm\.1'.*'norm1'|'norm\.\*'.*'norm\*'|'conv\.1'.*'conv1'",
+        r"another library.*norm\.1\.weight.*norm1\.weight",
     ),
     case(
         "torchvision: ViT's MLPBlock, version 1",
@@ -457,7 +459,7 @@ LIBRARIES = [
         "torchvision: RetinaNet's heads, version 1",
         _retina,
         sub((r"conv\.(\d)\.0", r"conv.\1")),
-        r"'conv\.\*'.*'conv\.\*\.0'",
+        r"another library.*conv\.0\.weight.*conv\.0\.0\.weight",
     ),
     Mismatch(
         "torchvision: VGG for VGG with BatchNorm",
@@ -486,7 +488,7 @@ LIBRARIES = [
         "transformers to timm: ViT",
         vit(),
         _hf_vit,
-        (r"qkv\.weight.*query\.weight|renamed",),
+        (r"another library",),
         {
             "vit.embeddings.cls_token": "cls_token",
             "vit.embeddings.position_embeddings": "pos_embed",

@@ -183,26 +183,16 @@ def test_no_layer_is_certainly_another_one(name, monkeypatch):
     assert pairs.items() <= truth(old, new).items()
 
 
-@for_each("name", [name for name in BOTH_WAYS if "VGG-" in name or "adapters" in name])
-def test_the_cause_is_named(name, monkeypatch):
-    """It is not another width, and not another number of classes."""
-    lines, _ = recorded(*BOTH_WAYS[name], monkeypatch)
-
-    assert lines[0].startswith("layers were inserted or removed below ")
-    assert "classes" not in "\n".join(lines)
-
-
 def test_behind_a_prefix():
-    """The prefix is named too, and layers beside the list keep their pairs."""
+    """The prefix is named, and layers beside the list keep their pairs."""
     heads = {f"head.{name}": (4, 4) for name in "abcdefgh"}
     features = _mismatches.shapes_of(below("features", vgg(*VGG[16])).state_dict())
     with_norm = _mismatches.shapes_of(below("features", vgg(*VGG[16], norm=True)).state_dict())
     file = {f"module.{name}": shape for name, shape in (features | heads).items()}
-    lines = _mismatches.compare(with_norm | heads, file)
+    pairs = find_renames(file, with_norm | heads).pairs
 
-    assert "inserted or removed" in lines[0]
-    assert "'module.'" in lines[1]
-    assert find_renames(file, with_norm | heads).pairs == {f"module.{name}": name for name in heads}
+    assert "'module.'" in _mismatches.compare(with_norm | heads, file)[0]
+    assert {f"module.{name}": name for name in heads}.items() <= pairs.items()
 
 
 def test_a_prefix_and_another_width():
