@@ -1,6 +1,5 @@
 """``load_matching``: loading the entries of a state dict that fit, and saying what was left out."""
 
-import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -219,17 +218,8 @@ def _load_by_override(
     if (metadata := getattr(entries, "_metadata", None)) is not None:
         fitting._metadata = metadata
 
-    load: Callable[..., Any] = model.load_state_dict
-    try:
-        inspect.signature(load).bind(fitting, strict=False)
-    except TypeError as error:
-        raise TypeError(
-            f"modkit.load_matching(): {type(model).__name__}.load_state_dict() does not accept "
-            "strict=False, which leaves out what does not fit; give it the arguments of "
-            "torch.nn.Module.load_state_dict(). Nothing has been changed."
-        ) from error
-
     # Some overrides do not return the keys; then the names are compared.
+    load: Callable[..., Any] = model.load_state_dict
     keys: tuple[Iterable[str], Iterable[str]] | None = load(fitting, strict=False)
     if keys is None:
         names = {*targets, *model.state_dict()}

@@ -314,7 +314,7 @@ def test_a_loader_that_returns_nothing(base):
 
 @every_base
 def test_a_loader_without_strict(base):
-    """It is refused before it is called, with what to do."""
+    """Python refuses the call, before anything has been loaded."""
 
     class Own(base):
         def __init__(self):
@@ -324,7 +324,7 @@ def test_a_loader_without_strict(base):
         def load_state_dict(self, state_dict):
             raise AssertionError
 
-    with pytest.raises(TypeError, match=r"Own.load_state_dict\(\) does not accept strict=False"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'strict'"):
         modkit.load_matching(Own(), {"layer.weight": torch.ones(1, 1)})
 
 
