@@ -41,8 +41,7 @@ class DistributedFile:
         key: Only tensors below it, and names without it.
 
     Attributes:
-        shapes: The shape of each tensor.
-        dtypes: The dtype of each tensor.
+        tensors: The tensors by description.
         others: The names of other entries, and of tensors that are not below the key.
         files: The files of the archives.
 
@@ -59,8 +58,7 @@ class DistributedFile:
         self._prefix = f"{key}." if key else ""
         with open_regular(path) as descriptor:
             content = read_pickle(read_some(descriptor, 0, MOST_TEXT), str(path)).value
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
+        self.tensors: dict[str, InertTensor] = {}
         self.others: list[str] = []
         self._parts: dict[str, list[_Part]] = {}
         try:
@@ -68,7 +66,7 @@ class DistributedFile:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             text = f"{path} is not the metadata of a distributed checkpoint"
             raise FileError(f"{text} that this version knows: {error!r}", kinds.PICKLE) from error
-        if key and not self.shapes:
+        if key and not self.tensors:
             names = ", ".join(sorted({name.partition(".")[0] for name in self.others}))
             raise FileError(f"{path.parent} has no tensors below the key {key!r}; it has {names}")
         parts = [part for parts in self._parts.values() for part in parts]
@@ -89,11 +87,11 @@ class DistributedFile:
             if "chunks" not in (entry.state or {}) or not full_name.startswith(self._prefix):
                 self.others.append(full_name)
                 continue
-            self.shapes[name] = tuple(entry.state["size"])
             # The properties are an object, or its fields in their order.
             properties = entry.state["properties"].state
             dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
-            self.dtypes[name] = str(dtype).removeprefix("torch.")
+            shape = tuple(entry.state["size"])
+            self.tensors[name] = InertTensor(str(dtype).removeprefix("torch."), shape)
             self._parts[name] = [
                 self._part(chunk.state, places, full_name) for chunk in entry.state["chunks"]
             ]
@@ -113,18 +111,19 @@ class DistributedFile:
         """Return a tensor, whose parts were verified."""
         import torch
 
+        shape = self.tensors[name].shape
         whole: torch.Tensor | None = None
         covered = 0
         for part in self._parts[name]:
             tensor = self._read(part, name)
             covered += tensor.numel()
-            if part.sizes == self.shapes[name]:
+            if part.sizes == shape:
                 return tensor
             if whole is None:
-                whole = torch.empty(self.shapes[name], dtype=tensor.dtype)
+                whole = torch.empty(shape, dtype=tensor.dtype)
             places = zip(part.offsets, part.sizes, strict=True)
             whole[tuple(slice(start, start + size) for start, size in places)] = tensor
-        if whole is None or covered != math.prod(self.shapes[name]):
+        if whole is None or covered != math.prod(shape):
             raise FileError(f"{self._path}: parts of {name!r} are missing", kinds.DISTRIBUTED)
         return whole
 
@@ -135,6 +134,6 @@ class DistributedFile:
         opened = TorchFile(content, what)
         record = opened.content.value
         fits = isinstance(record, InertTensor) and record.storage and not record.problem
-        if not fits or record.shape != part.sizes or record.dtype != self.dtypes[name]:
+        if not fits or record.shape != part.sizes or record.dtype != self.tensors[name].dtype:
             raise FileError(f"{what} has another tensor there", kinds.DISTRIBUTED)
         return opened.tensor(record)

@@ -127,6 +127,9 @@ class InertTensor:
     @property
     def nbytes(self) -> int:
         """The size of its elements in bytes; 0 if it has several storages."""
+        # Those that torch lacks are F4, for instance.
+        if self.storage is not None and self.dtype not in ITEM_SIZES:
+            return self.storage.nbytes
         has_memory = self.problem in {"", "quantized", "meta"}
         return math.prod(self.shape) * ITEM_SIZES[self.dtype] if has_memory else 0
 

@@ -1,7 +1,5 @@
 """The content of a model file, and whether the file is intact, without executing code from it."""
 
-import hashlib
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +10,7 @@ from typing import Final, NamedTuple
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
-from modkit.files.inert import ITEM_SIZES, UNREAD
+from modkit.files.inert import UNREAD, InertTensor
 from modkit.files.kinds import check_facts, other_file, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import (
@@ -33,9 +31,8 @@ NEVER_INTACT: Final = {
 }
 _MOST_CLASSES: Final = 20
 UNVERIFIED: Final = "unverified: no checksums"
-# Members that are verified before their bytes, still in the page cache, are hashed.
+# Members that are verified between two reports of progress.
 _BATCH: Final = 64
-_CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,7 @@ def check_file(
 
     Args:
         file: The file.
-        sha256: Expected SHA-256. The checksums are tested in the same read.
+        sha256: Expected SHA-256.
         hashed: Compute the SHA-256 although none is expected.
         any_kind: Accept a file that is not a model, such as a text, if its SHA-256 is as expected.
         progress: Called with the fraction of the file that has been tested.
@@ -251,7 +248,14 @@ def check_file(
             advice = "compare its SHA-256 with the expected one"
             raise FileError(f"{file} is {UNVERIFIED} in a {kind}; {advice}", kind)
 
-        digest = _read_all(descriptor, archive, hashed or expected is not None, progress)
+        if archive is not None:
+            # In the order of the file.
+            members = sorted(archive.members, key=lambda n: archive.members[n].header_offset)
+            for first in range(0, len(members), _BATCH):
+                archive.verify(members[first : first + _BATCH])
+                progress(first / len(members))
+        digest = kinds.sha256_of(descriptor, progress) if hashed or expected is not None else ""
+        progress(1.0)
         if expected is not None:
             if digest != expected:
                 raise other_file(str(file), expected, digest)
@@ -259,33 +263,6 @@ def check_file(
         elif kind == kinds.SAFETENSORS:
             how += "; safetensors files have no checksums"
     return Tested(how, digest)
-
-
-def _read_all(
-    descriptor: int, archive: Archive | None, hashed: bool, progress: Callable[[float], object]
-) -> str:
-    """Verify the members of an archive and hash the whole file, so that the disk reads it once."""
-    size = os.fstat(descriptor).st_size
-    members = (
-        sorted(archive.members.items(), key=lambda item: item[1].header_offset) if archive else []
-    )
-    digest = hashlib.sha256()
-    hashed_bytes = 0
-
-    for first in range(0, max(len(members), 1), _BATCH):
-        if archive is not None:
-            archive.verify(name for name, _ in members[first : first + _BATCH])
-        following = members[first + _BATCH :][:1]
-        end = following[0][1].header_offset if following else size
-        while hashed and hashed_bytes < end:
-            chunk = read_some(descriptor, hashed_bytes, min(_CHUNK, end - hashed_bytes))
-            if not chunk:
-                break
-            digest.update(chunk)
-            hashed_bytes += len(chunk)
-            progress(hashed_bytes / size)
-        progress(end / max(size, 1))
-    return digest.hexdigest() if hashed else ""
 
 
 def _of_torch_save(file: TorchFile, info: FileInfo) -> FileInfo:
@@ -302,27 +279,19 @@ def _of_torch_save(file: TorchFile, info: FileInfo) -> FileInfo:
         notes.append(UNVERIFIED)
     if listing.is_cut:
         notes.append("the listing is cut: the file has too many entries")
-    tensors = tuple(
-        TensorInfo(name, tensor.shape, tensor.dtype, tensor.nbytes)
-        for name, tensor in listing.tensors.items()
-    )
     return replace(
         info,
-        tensors=tensors,
+        tensors=_described(listing.tensors),
         entries=listing.entries,
         groups=listing.groups,
         note="; ".join(notes),
     )
 
 
+def _described(tensors: Mapping[str, InertTensor]) -> tuple[TensorInfo, ...]:
+    return tuple(TensorInfo(n, t.shape, t.dtype, t.nbytes) for n, t in tensors.items())
+
+
 def _of_table(opened: Checkpoint | SafetensorsFile | DistributedFile, info: FileInfo) -> FileInfo:
-    """Describe a file of tensors from names, shapes and dtypes."""
-    tensors: list[TensorInfo] = []
-    for name, shape in opened.shapes.items():
-        dtype = opened.dtypes[name]
-        # Those that torch lacks are F8_E4M3, for instance, or F4.
-        bits = int("".join(filter(str.isdigit, dtype.partition("_")[0])) or 8)
-        size = math.prod(shape)
-        size = size * ITEM_SIZES[dtype] if dtype in ITEM_SIZES else size * bits // 8
-        tensors.append(TensorInfo(name, tuple(shape), dtype, size))
-    return replace(info, tensors=tuple(tensors), groups={"": tuple(t.name for t in tensors)})
+    """Describe a file that has tensors only."""
+    return replace(info, tensors=_described(opened.tensors), groups={"": tuple(opened.tensors)})

@@ -6,13 +6,13 @@ import io
 import pickletools
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from itertools import islice
 from typing import Final
 
 from modkit.errors import FileError, printable
 from modkit.files import zip_archive
-from modkit.files.zip_archive import Archive, read_some
+from modkit.files.zip_archive import Archive, read_some, size_of
 
 
 TORCH_SAVE: Final = "torch.save file"
@@ -50,6 +50,9 @@ ADVICE: Final = {
     EMPTY: "nothing was written to it",
 }
 _HEAD: Final = 1 << 16
+# The JSON of a safetensors file or an index, which takes up to 30 times its size in memory: ten
+# times that of the largest models.
+MOST_JSON: Final = 32 << 20
 # gzip, bzip2, xz, zstd, 7z and rar.
 _PACKERS: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
 _TAR_MARK: Final = b"ustar"
@@ -81,8 +84,8 @@ def kind_of(source: int | bytes) -> str:
     # The identifier of a flatbuffer comes after an offset of four bytes.
     if head[4:8] == b"PTMF":
         return FLATBUFFER
-    # A JSON header after its length, which safetensors limits too.
-    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= 100_000_000:
+    # A JSON header after its length.
+    if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= MOST_JSON:
         return SAFETENSORS
     kind = _kind_of_pickle(head)
     if kind is not None:
@@ -189,13 +192,16 @@ def parse_digest(sha256: str) -> str:
     return digits
 
 
-def sha256_of(source: int | bytes) -> str:
+def sha256_of(
+    source: int | bytes, progress: Callable[[float], object] = lambda fraction: None
+) -> str:
     """Return the SHA-256 of a file, as ``sha256sum`` prints it."""
     digest = hashlib.sha256()
     position = 0
     while chunk := read_some(source, position, 1 << 20):
         digest.update(chunk)
         position += len(chunk)
+        progress(position / max(position, size_of(source)))
     return digest.hexdigest()
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
-from modkit.files.inert import ITEM_SIZES
-from modkit.files.kinds import SAFETENSORS, SHARDED
+from modkit.files.inert import ITEM_SIZES, InertTensor, Stored
+from modkit.files.kinds import MOST_JSON, SAFETENSORS
 from modkit.files.zip_archive import open_kept, read_some
 
 
@@ -47,14 +47,6 @@ _NO_NAMES: Final = re.compile("__metadata__|.*[\ud800-\udfff].*", re.DOTALL)
 # themselves.
 _VERSIONS: Final = "modkit.versions"
 
-# JSON may take so many bytes of memory for each of its own, and some more. The shortest entry of a
-# safetensors file has five strings and three containers in 50 bytes.
-_MEMORY_PER_BYTE: Final = {SAFETENSORS: 13, SHARDED: 8}
-_FREE_MEMORY: Final = 4 << 20
-_STRING_COST: Final = 90
-_CONTAINER_COST: Final = 64
-_MOST_HEADER: Final = 100_000_000  # the limit of safetensors
-
 
 class SafetensorsFile:
     """A safetensors file. Opening reads the header, without torch; the file stays open.
@@ -65,8 +57,7 @@ class SafetensorsFile:
     Attributes:
         metadata: The metadata in the header: strings.
         versions: The versions of modules in it, in the form of the ``_metadata`` of a state dict.
-        shapes: The shape of each tensor.
-        dtypes: The dtype of each tensor, by torch's name where torch has it.
+        tensors: The tensors by description; their places are those after the header.
 
     Raises:
         FileError: If the header is corrupt, or does not fit the size of the file.
@@ -79,12 +70,8 @@ class SafetensorsFile:
         self._file = open_kept(self, path)
         length = int.from_bytes(read_some(self._file, 0, _LENGTH), "little")
         self._start = _LENGTH + length
-        content = read_some(self._file, _LENGTH, min(length, _MOST_HEADER))
-        check_json(content, path, SAFETENSORS)
-
-        self._places: dict[str, int] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
+        content = read_some(self._file, _LENGTH, min(length, MOST_JSON))
+        self.tensors: dict[str, InertTensor] = {}
         try:
             header = json.loads(content)
             metadata = header.pop("__metadata__", None) or {}
@@ -107,9 +94,9 @@ class SafetensorsFile:
             is_shape = all(type(size) is int and size >= 0 for size in shape)
             if not is_shape or bits % 8 or entry["data_offsets"] != [begin, end]:
                 raise ValueError(f"the tensor {name!r} is not where its header says")
-            self._places[name] = begin
-            self.shapes[name] = tuple(shape)
-            self.dtypes[name] = str(_DTYPES.get(entry["dtype"], entry["dtype"]))
+            stored = Stored(name, "uint8", end - begin, "", begin)
+            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            self.tensors[name] = InertTensor(dtype, tuple(shape), stored)
         if self._start + end != os.fstat(self._file).st_size:
             raise ValueError("its header does not fit the size of the file")
 
@@ -117,31 +104,10 @@ class SafetensorsFile:
         """Return one tensor."""
         from modkit.files.plain_checkpoints import tensor_of
 
-        place = self._start + self._places[name]
-        return tensor_of(self._file, place, self.dtypes[name], self.shapes[name], str(self._path))
-
-
-def check_json(content: bytes, path: Path, kind: str) -> None:
-    """Test that the objects of JSON do not take many times its size.
-
-    Args:
-        content: The JSON.
-        path: The file, for the error.
-        kind: The kind of the file, for the error.
-
-    Raises:
-        FileError: If its strings, dicts and lists would take many times its size: 13 times
-            for a safetensors file, 8 times for an index.
-    """
-    strings = (content.count(b'"') - content.count(b'\\"')) // 2
-    containers = content.count(b"{") + content.count(b"[")
-    memory = _STRING_COST * strings + _CONTAINER_COST * containers
-    if memory > _FREE_MEMORY + _MEMORY_PER_BYTE[kind] * len(content):
-        raise FileError(
-            f"{path} is not as a library writes it: {strings:,} strings and {containers:,} objects "
-            f"in {len(content):,} bytes of JSON",
-            kind,
-        )
+        record = self.tensors[name]
+        assert record.storage is not None
+        place = self._start + record.storage.offset
+        return tensor_of(self._file, place, record.dtype, record.shape, str(self._path))
 
 
 def versions_as_metadata(state_dict_metadata: Mapping[Any, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
 from modkit.files.inert import Foreign, InertTensor, Named
 from modkit.files.kinds import SHARDED
-from modkit.files.safetensors_files import SafetensorsFile, check_json
+from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.torch_files import TorchFile
 from modkit.files.zip_archive import open_kept, open_regular, read_some
 
@@ -34,7 +34,6 @@ _IN_DIRECTORIES: Final = tuple(
     )
 )
 _SUFFIXES: Final = {".pt", ".pth", ".ckpt", ".safetensors"}
-_MOST_INDEX: Final = 1 << 25  # a hundred times the index of the largest model
 _MOST_EXPANDED: Final = 1 << 30
 MAX_NAME: Final = 1000  # the characters of a name in a listing
 # A hostile file can name one object a billion times. Each listed entry costs its name and 64.
@@ -52,6 +51,7 @@ class StateDictFile:
 
     Attributes:
         content: The content of the file, with tensors by description.
+        tensors: Those of the state dict.
     """
 
     metadata: Mapping[str, str] = {}
@@ -60,22 +60,16 @@ class StateDictFile:
         self._file = TorchFile(open_kept(self, path), str(path))
         self.unverified = not self._file.has_checksums
         self.content: object = self._file.content.value
-        self.versions, self._tensors = state_dict_at(self.content, path, key)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-        self.dtypes = {name: tensor.dtype for name, tensor in self._tensors.items()}
+        self.versions, self.tensors = state_dict_at(self.content, path, key)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
 
     def tensor(self, name: str) -> "torch.Tensor":
         """Return a tensor, verified if the file has checksums."""
-        return self._file.tensor(self._tensors[name])
-
-    def memory(self, name: str) -> Hashable:
-        """Return equal values for tied tensors, and None for one that cannot be tied."""
-        tensor = self._tensors[name]
-        if not tensor.nbytes:
-            return None
-        # The same memory has other values in a lazy view, such as tensor.conj().
-        layout = tensor.shape, tensor.stride, tensor.dtype, tensor.bits
-        return id(self), tensor.storage, tensor.offset, *layout
+        return self._file.tensor(self.tensors[name])
 
 
 def content_of_file(path: Path) -> Any:
@@ -113,6 +107,7 @@ class Checkpoint:
 
     Attributes:
         files: The files that are read: one, or all shards.
+        tensors: The tensors by description.
         shapes: The shape of each tensor.
         dtypes: The dtype of each tensor, such as ``"float32"``.
         versions: The ``_metadata`` of the state dict.
@@ -144,12 +139,9 @@ class Checkpoint:
         if not self._homes:
             text = f"no name begins with {prefix!r}; the first is {first_name!r}"
             raise FileError(f"{paths[0]}: {text}")
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: home.shapes[name] for name, home in self._homes.items()
-        }
-        self.dtypes: dict[str, str] = {
-            name: home.dtypes[name] for name, home in self._homes.items()
-        }
+        self.tensors = {name: home.tensors[name] for name, home in self._homes.items()}
+        self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
 
     def _add(self, file: Path, path: Path, key: str | None) -> None:
         is_index = file.name.endswith(INDEX)
@@ -159,14 +151,14 @@ class Checkpoint:
             if names and not os.path.exists(shard):  # noqa: PTH110
                 raise FileNotFoundError(shown(f"{shard} is missing; {file} lists {names[0]} in it"))
             opened = _opened(shard, key)
-            if absent := [name for name in names or () if name not in opened.shapes]:
+            if absent := [name for name in names or () if name not in opened.tensors]:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
 
-            added = names or opened.shapes
+            added = names or opened.tensors
             if repeated := [name for name in added if name in self._homes]:
                 raise ValueError(shown(f"{repeated[0]} is in {path} and in a file before it"))
             self._homes |= dict.fromkeys(added, opened)
-            self.unlisted += len(opened.shapes) - len(added)
+            self.unlisted += len(opened.tensors) - len(added)
             self.versions |= opened.versions
             self.metadata |= opened.metadata
             self.files += opened.files if isinstance(opened, DistributedFile) else [shard]
@@ -195,9 +187,12 @@ class Checkpoint:
 
     def memory(self, name: str) -> Hashable:
         """Return equal values for tied tensors, and None for one that cannot be tied."""
-        # The other formats have no tied tensors.
-        home = self._homes[name]
-        return home.memory(name) if isinstance(home, StateDictFile) else None
+        tensor = self.tensors[name]
+        if not tensor.nbytes or tensor.storage is None:
+            return None
+        # The same memory has other values in a lazy view, such as tensor.conj().
+        layout = tensor.shape, tensor.stride, tensor.dtype, tensor.bits
+        return id(self._homes[name]), tensor.storage, tensor.offset, *layout
 
 
 def file_in(path: Path) -> Path:
@@ -245,8 +240,7 @@ def shards_of(index: Path) -> dict[Path, list[str]]:
         FileError: If the index is corrupt, or not one that a library writes.
     """
     with open_regular(index) as descriptor:
-        content = read_some(descriptor, 0, _MOST_INDEX)
-    check_json(content, index, SHARDED)
+        content = read_some(descriptor, 0, kinds.MOST_JSON)
     shards: dict[Path, list[str]] = {}
     try:
         for name, file in json.loads(content)["weight_map"].items():

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from modkit.errors import FileError, shown
+from modkit.errors import shown
 from modkit.files import kinds
 from modkit.files.inert import read_script_pickle
 from modkit.files.kinds import archive_of
@@ -82,7 +82,11 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             return
 
         archive = archive_of(source, what, kinds.TORCHSCRIPT)
-        _check_members(archive)
+        required = (*_PICKLES, "version")
+        absent = [n for n in required if archive.members.keys().isdisjoint((n, f".data/{n}"))]
+        if absent:
+            raise archive.corrupt(f"it has no {', '.join(absent)}")
+        _check_pickles(archive)
         archive.verify()
 
         extra_files = {
@@ -102,26 +106,14 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
             raise archive.corrupt(f"torch cannot read it: {reason}") from error
 
 
-def _check_members(archive: Archive) -> None:
-    """Raise FileError if members are missing, or a pickle exceeds the limits."""
-    has_version = not {"version", ".data/version"}.isdisjoint(archive.members)
-    absent = [name for name in _PICKLES if name not in archive.members]
-    if not has_version:
-        absent.append("version")
-    if absent:
-        raise archive.corrupt(f"it has no {', '.join(absent)}")
-    _check_pickles(archive)
-
-
 def _check_pickles(archive: Archive) -> None:
     """Check all pickles that jit.load reads, those of traces and of line numbers included."""
     for name in archive.members:
         if name not in _PICKLES and name != _SHAPES and not name.endswith(_LINES):
             continue
+        pickled = archive.text(name)
         try:
-            content = read_script_pickle(archive.text(name))
-        except FileError:
-            raise
+            content = read_script_pickle(pickled)
         # The instructions do not fit together, or exceed a limit.
         except Exception as error:
             raise archive.corrupt(f"{name}: {error}") from error

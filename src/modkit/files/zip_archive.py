@@ -341,11 +341,6 @@ class Archive:
         order = self.text("byteorder") if "byteorder" in self.members else b""
         return order not in {b"", sys.byteorder.encode()}
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The size of each member."""
-        return {name: member.file_size for name, member in self.members.items()}
-
     def check_storages(self, storages: Mapping[str, Any], folder: str = "data/") -> None:
         """Raise FileError unless each storage of a pickle has a member of its size in a folder."""
         for key, stored in storages.items():

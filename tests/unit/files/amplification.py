@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tests.processes import python
 from tests.unit.files.hostile import (
@@ -68,48 +68,15 @@ def constants(n: int) -> dict[str, bytes]:
     return {"script.pt": replaced(script(), {"constants.pkl": pickle})}
 
 
-def index(n: int) -> dict[str, bytes]:
-    """Return the index of a sharded checkpoint that holds many empty objects."""
-    content = b'{"weight_map": {}, "more": [' + b",".join([b"{}"] * (n // 3)) + b"]}"
-    return {"model.safetensors.index.json": content}
-
-
-def index_of_names(n: int) -> dict[str, bytes]:
-    """Return the index of a sharded checkpoint with many short names."""
-    names = b",".join(b'"%d":"a"' % i for i in range(n // 12))
-    return {"model.safetensors.index.json": b'{"weight_map": {' + names + b"}}"}
-
-
-def metadata(n: int) -> dict[str, bytes]:
-    """Return a safetensors file with many entries of metadata."""
-    return safetensors({"__metadata__": {str(i): "" for i in range(n // 11)}})
-
-
-def many_tensors(n: int) -> dict[str, bytes]:
-    """Return a safetensors file with many tensors without elements."""
-    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    return safetensors({str(i): entry for i in range(n // 60)})
-
-
-def safetensors(content: dict[str, Any]) -> dict[str, bytes]:
-    """Return a safetensors file with this header."""
-    header = json.dumps(content, separators=(",", ":")).encode()
-    return {"model.safetensors": struct.pack("<Q", len(header)) + header}
-
-
 FILES: dict[str, Callable[[int], dict[str, bytes]]] = {
     **{name: pickled(name) for name in PICKLES},
     "constants of TorchScript": constants,
-    "index.json, empty objects": index,
-    "index.json, names": index_of_names,
-    "safetensors, metadata": metadata,
-    "safetensors, tensors": many_tensors,
 }
 
 CHILD = """
 import json, sys, time, warnings
 warnings.simplefilter("ignore")
-import torch, modkit, safetensors.torch
+import torch, modkit
 from modkit import files, jit
 from pathlib import Path
 
@@ -126,15 +93,11 @@ readers = {
     "torch .pt": lambda p: torch.load(p, weights_only=True),
     "modkit script.pt": jit.load,
     "torch script.pt": torch.jit.load,
-    "modkit other": inspect,
-    "torch other": lambda p: (json.loads(Path(p).read_bytes()) if p.endswith("json")
-        else safetensors.torch.load_file(p)),
     "inspect .pt": inspect,
     "inspect script.pt": inspect,
-    "inspect other": inspect,
 }
 name = path.rpartition("/")[2]
-kind = "script.pt" if name == "script.pt" else ".pt" if name.endswith(".pt") else "other"
+kind = "script.pt" if name == "script.pt" else ".pt"
 modkit.load_checkpoint(small)
 torch.load(small, weights_only=True)
 try:

@@ -270,9 +270,7 @@ def test_a_quick_count_leaves_the_pickle_to_the_exact_one(tmp_path, monkeypatch)
     [
         ("modkit", "dicts of one entry"),
         ("inspect", "marks"),
-        ("inspect", "index.json, empty objects"),
-        ("modkit", "index.json, names"),
-        ("inspect", "safetensors, metadata"),
+        ("modkit", "sets"),
     ],
 )
 def test_amplification(who, case, tmp_path):

@@ -3,12 +3,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from modkit.errors import FileError
+from modkit.files.kinds import MOST_JSON, SAFETENSORS, UNKNOWN, kind_of
 from modkit.files.safetensors_files import (
     Described,
     SafetensorsFile,
     save_safetensors,
     write_safetensors,
 )
+from modkit.files.tensor_files import Checkpoint
 
 
 @pytest.mark.parametrize("name", ["a", "abcde"])
@@ -47,12 +49,14 @@ def test_names_that_no_reader_takes(tmp_path, name):
     assert load_file(path).keys() == {"__metadata__.w", "\U0001f600"}
 
 
-def test_many_small_tensors(tmp_path):
-    """The shortest entries that the format has are not refused for their memory."""
+def test_a_header_that_no_library_writes(tmp_path):
+    """A header of more than 32 MB, which would take thirty times as much memory, is not read."""
     path = tmp_path / "file.safetensors"
-    save_file({f"{number:x}": torch.empty(0) for number in range(1 << 15)}, path)
-
-    assert len(SafetensorsFile(path).shapes) == 1 << 15
+    for size, kind in ((1000, SAFETENSORS), (MOST_JSON + 1, UNKNOWN)):
+        path.write_bytes(size.to_bytes(8, "little") + b"{}".ljust(size))
+        assert kind_of(path.read_bytes()) == kind
+    with pytest.raises(FileError, match="is an unknown file"):
+        Checkpoint(path)
 
 
 def test_corrupt_versions(tmp_path):
