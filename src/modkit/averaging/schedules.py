@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from itertools import accumulate, pairwise
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeGuard, cast
 
 import torch
 from typing_extensions import override
@@ -515,10 +515,8 @@ class Custom(Schedule):
 
     @override
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise TypeError(f"Custom: function must be callable, got {self.function!r}")
-        if isinstance(self.function, type):
-            raise TypeError(f"Custom: function must not be a class, got {self.function!r}")
+        if not _is_function(self.function):
+            raise TypeError(f"Custom: function must be a function of n, got {self.function!r}")
 
     @override
     def decay_at(self, n: int) -> float:
@@ -585,30 +583,21 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
     """
     if isinstance(decay, Schedule):
         return decay
-    if isinstance(decay, type):
-        raise TypeError(
-            f"{name} must be an instance, such as {decay.__name__}(...), got the class {decay!r}"
-        )
-
-    if isinstance(decay, torch.nn.Module):
-        # It is callable too, but what it returns is not a decay.
-        raise TypeError(
-            f"{name} must be a number, a schedule or a function of the step, got the model "
-            f"{type(decay).__name__}"
-        )
-    if callable(decay):
+    if isinstance(cast("object", decay), numbers.Real) and not isinstance(decay, bool):
+        return Constant(cast("float", decay))
+    if _is_function(decay):
         return Custom(decay)
+    is_model = isinstance(decay, torch.nn.Module)
+    got = f"the model {type(decay).__name__}" if is_model else repr(decay)
+    raise TypeError(
+        f"{name} must be a number, a schedule or a function of the step, got {got}. Schedules are "
+        f"instances of the classes in modkit.schedules: {', '.join(_CLASSES)}"
+    )
 
-    if isinstance(cast("object", decay), str):
-        raise TypeError(
-            f"{name} must be a number, a schedule or a function of the step, got {decay!r}. "
-            f"Schedules are instances of the classes in modkit.schedules: {', '.join(_CLASSES)}"
-        )
-    if isinstance(decay, bool) or not isinstance(cast("object", decay), numbers.Real):
-        raise TypeError(
-            f"{name} must be a number, a schedule or a function of the step, got {decay!r}"
-        )
-    return Constant(decay)
+
+def _is_function(value: object) -> TypeGuard[Callable[[int], float]]:
+    """Return True for what may compute a decay: classes and models are callable too."""
+    return callable(value) and not isinstance(value, (type, torch.nn.Module))
 
 
 def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:

@@ -193,11 +193,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
                 raise
 
         if options.precision != "same":
-
-            def widened(tensor: Tensor) -> Tensor:
-                return tensor.to(options.kept_dtype(tensor.dtype))
-
-            cast("Any", copy)._apply(widened)
+            cast("Any", copy)._apply(lambda tensor: tensor.to(options.kept_dtype(tensor.dtype)))
         return copy
 
     @override
@@ -249,8 +245,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             alone = isinstance(rule, UserFunction) and rule.alone
             key = id(self.module), self.use_buffers, alone
             plan = runtime.plans.get(model, key, lambda: self._plan(model, alone=alone))
-            if runtime.seeds is not None:
-                runtime.average.seed(runtime.seeds.next(counter))
+            if runtime.options.precision == "stochastic":
+                runtime.seed(counter)
 
             taken = plan.step(rule, count)
             # A count on the host does not wait for a flag on the device.
@@ -394,8 +390,26 @@ class _Runtime:
         # A generator cannot be traced, and neither can a step that depends on the values. Such
         # updates are a graph break in compiled code.
         self.can_be_traced = options.precision != "stochastic" and options.on_nonfinite == "ignore"
-        # A seed for each step is all the state that stochastic rounding has.
-        self.seeds = _Seeds(options.seed) if options.precision == "stochastic" else None
+        # How often the average was stepped, and the count that it was read from.
+        self._steps = 0
+        self._facts: tuple[Any, ...] = ()
+
+    def seed(self, counter: Tensor) -> None:
+        """Seed the step that follows ``counter`` updates, the only state of stochastic rounding.
+
+        A write to the count of an accelerator can be missed, so the count only seeds. Steps that
+        the accelerator skips are counted here, and not in the buffer: a run that is resumed after
+        one draws other numbers.
+        """
+        # The step adds one to the count, which is one more version.
+        version = () if counter.is_inference() else (counter._version,)
+        facts = (id(counter), counter.data_ptr(), *version)
+        if counter.device.type in HOST_DEVICES or not version or facts != self._facts:
+            self._steps = int(counter)
+
+        self.average.seed(self.options.seed + self._steps)
+        self._steps += 1
+        self._facts = (*facts[:2], *(v + 1 for v in version))
 
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
@@ -417,10 +431,11 @@ def _check_pairs(average_members: NamedTensors, model_members: NamedTensors) -> 
     expected = _required_shapes(average_members, model_members)
     check_match(problem, expected, _required_shapes(model_members, average_members))
 
-    untied: list[str] = []
-    for alias, first in average_members.aliases.items():
-        if model_members.tensor(alias) is not model_members.tensor(first):
-            untied.append(f"{alias} (no longer tied to {first})")
+    untied = [
+        f"{alias} (no longer tied to {first})"
+        for alias, first in average_members.aliases.items()
+        if model_members.tensor(alias) is not model_members.tensor(first)
+    ]
     check_match(problem, {}, dict.fromkeys(untied))
 
 
@@ -438,31 +453,3 @@ def _required_shapes(
         if is_required or name in names_there:
             shapes[name] = member.tensor.shape if member.is_parameter else None
     return shapes
-
-
-class _Seeds:
-    """The seed of each step: that of the options plus the number of steps so far.
-
-    A write to the count of an accelerator can be missed, so the count only seeds. Steps that the
-    accelerator skips are counted here, and not in the buffer: a run that is resumed after one draws
-    other numbers.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._count = 0
-        self._facts: tuple[Any, ...] = ()
-
-    def next(self, counter: Tensor) -> int:
-        """Return the seed of the step that follows ``counter`` updates."""
-        # The step adds one to the count, which is one more version.
-        facts = (
-            () if counter.is_inference() else (id(counter), counter.data_ptr(), counter._version)
-        )
-        if counter.device.type in HOST_DEVICES or not facts or facts != self._facts:
-            self._count = int(counter)
-
-        seed = self._seed + self._count
-        self._count += 1
-        self._facts = (*facts[:2], facts[2] + 1) if facts else ()
-        return seed

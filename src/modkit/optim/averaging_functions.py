@@ -1,6 +1,7 @@
 """The averaging functions of ``torch.optim.swa_utils``, which can be pickled and compared here."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import Any, TypeAlias
 
@@ -16,45 +17,36 @@ AvgFn: TypeAlias = Callable[[Tensor, Tensor, Tensor | int], Tensor]
 MultiAvgFn: TypeAlias = Callable[[TensorList, TensorList, Tensor | int], None]
 
 
+@dataclass(repr=False, unsafe_hash=True)
 class AveragingFunction:
     """Calls torch's function, and shows and pickles how it was made.
 
     Torch's functions are closures, which pickle cannot find by name and which are never equal.
 
-    Args:
+    Attributes:
         name: The function of ``torch.optim.swa_utils`` that makes the averaging function.
         decay: Its argument, if the rule has one.
-
-    Raises:
-        ValueError: If ``decay`` is outside [0, 1], in torch's words.
+        rule: The steps that the engine takes with kernels of its own, in place of the function.
     """
 
-    def __init__(self, name: str, decay: float | None = None) -> None:
-        self.name: str = name
-        self.decay: float | None = decay
-        self._arguments = () if "swa" in name else (decay,)
-        self._function = getattr(torch.optim.swa_utils, name)(*self._arguments)
+    name: str
+    decay: float | None = None
+    rule: Rule | None = field(default=None, init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._arguments = () if "swa" in self.name else (self.decay,)
+        self._function = getattr(torch.optim.swa_utils, self.name)(*self._arguments)
         # The name and the signature of torch's, which loggers and configuration tools show.
         update_wrapper(self, self._function)
 
-        self.rule: Rule | None = None
-        """The steps that the engine takes with kernels of its own, in place of the function."""
-        if name == "get_ema_multi_avg_fn" and decay is not None:
-            self.rule = Ema((1 - decay,), self._function)
-        elif name == "get_swa_multi_avg_fn":
+        if self.name == "get_ema_multi_avg_fn" and self.decay is not None:
+            self.rule = Ema((1 - self.decay,), self._function)
+        elif self.name == "get_swa_multi_avg_fn":
             self.rule = Swa(function=self._function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call torch's function."""
         return self._function(*args, **kwargs)
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AveragingFunction) and repr(self) == repr(other)
-
-    @override
-    def __hash__(self) -> int:
-        return hash(repr(self))
 
     @override
     def __repr__(self) -> str:

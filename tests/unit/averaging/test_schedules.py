@@ -213,7 +213,6 @@ CLASSES = (
     "Schedules are instances of the classes in modkit.schedules: Constant, CountWarmup, Equal, "
     "HalfLife, InverseGamma, PerUpdate, Power"
 )
-INSTANCE = f"must be an instance, such as Equal(...), got the class {Equal!r}"
 REFUSED = [
     (lambda: Constant(1.5), "Constant: decay must be at least 0 and at most 1, got 1.5"),
     (lambda: Constant(-0.1), "Constant: decay must be at least 0 and at most 1, got -0.1"),
@@ -247,10 +246,10 @@ REFUSED_TYPES = [
     (lambda: Constant(True), "Constant: decay must be a number, got True"),
     (Power, "Power: give either sigma_rel or gamma"),
     (lambda: Power(0.1, gamma=7), "Power: give either sigma_rel or gamma"),
-    (lambda: Custom(0.9), "Custom: function must be callable, got 0.9"),
-    (lambda: Custom(Equal), f"Custom: function must not be a class, got {Equal!r}"),
+    (lambda: Custom(0.9), "Custom: function must be a function of n, got 0.9"),
+    (lambda: Custom(Equal), f"Custom: function must be a function of n, got {Equal!r}"),
     (lambda: PerUpdate("0.9"), f"PerUpdate: schedule {NUMBER}, got '0.9'. {CLASSES}"),
-    (lambda: PerUpdate(Equal), f"PerUpdate: schedule {INSTANCE}"),
+    (lambda: PerUpdate(Equal), f"PerUpdate: schedule {NUMBER}, got {Equal!r}. {CLASSES}"),
     (lambda: profile("0.9", 3), f"profile: decay {NUMBER}, got '0.9'. {CLASSES}"),
     (lambda: plot("0.9", 3), f"plot: schedules {NUMBER}, got '0.9'. {CLASSES}"),
     (lambda: plot([0.5, "0.9"], 3), f"plot: schedules {NUMBER}, got '0.9'. {CLASSES}"),
