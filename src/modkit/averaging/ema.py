@@ -504,8 +504,7 @@ class EMA(Generic[ModelT_co]):
         self, owner: str, optimizers: Sequence[torch.optim.Optimizer], update: Callable[[], None]
     ) -> None:
         averaged = self._engine.averaged_parameters
-        self._steps.check(owner, optimizers, averaged())
-        self._steps.attach(optimizers, averaged, self._refuse_step, update)
+        self._steps.attach(owner, optimizers, averaged, self._refuse_step, update)
 
     def _refuse_step(self) -> None:
         """Raise RuntimeError before an optimizer takes a step from the average."""

@@ -63,11 +63,6 @@ class Converted:
     update_after_step: int | None = None
     rests: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
-    @property
-    def has_counter(self) -> bool:
-        """True if the state holds how far the averaging has come."""
-        return self.n_averaged is not None or self.step is not None
-
 
 # The keys by which a state is recognised, the more specific ones first: most have other keys too.
 _MARKS: Final = {
@@ -278,7 +273,6 @@ def read(
         calls = first + (models - 1) * every if models else 0
 
     count = count_at(calls)
-    metadata = getattr(state.get("state_dict", state), "_metadata", None)
     loaded = LoadedState(
         step=calls,
         # Until the first update there is no average: what the library holds is a copy of the
@@ -292,19 +286,19 @@ def read(
         buffers=converted.averages,
         foreign=True,
         mixed=True,
-        versions=Part(converted.source, metadata, "_metadata").made(_versions_in),
+        versions=Part(converted.source, state, "_metadata").made(_versions_in),
     )
-    if step is None and not converted.has_counter:
+    if step is None and converted.step is None and converted.n_averaged is None:
         _warn_of_no_counter(converted.source, loaded, current.n_averaged)
     return loaded
 
 
-def _versions_in(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the versions of modules in the ``_metadata`` of a state dict, if it has any."""
-    if metadata is None:
-        return None
-    known = {path_of(path): entry.get("version") for path, entry in metadata.items()}
-    return {path: version for path, version in known.items() if version is not None}
+def _versions_in(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the versions of modules, if it is the dict that ``state_dict()`` of torch returned."""
+    metadata = getattr(state.get("state_dict", state), "_metadata", None)
+    return metadata and {
+        path_of(path): entry["version"] for path, entry in metadata.items() if "version" in entry
+    }
 
 
 def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> None:

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from functools import partial
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch.optim import Optimizer
@@ -31,40 +31,20 @@ _CALL_UPDATE: Final = "call update() after each step of the wrapper instead."
 
 
 def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
-    """Return the optimizer, whose steps run hooks.
-
-    Args:
-        owner: What the optimizer is for, with which errors begin.
-        optimizer: The object that was given.
-
-    Returns:
-        The optimizer.
-
-    Raises:
-        TypeError: If it is not a ``torch.optim.Optimizer``, or its ``step()`` does not run the
-            hooks of one. Advice for wrappers, such as accelerate's, is part of the text.
-    """
-    described = f"{owner}: {type(optimizer).__name__}"
-    inner = getattr(optimizer, "optimizer", None)
-    remedy = "Call update() after each step instead."
-    if isinstance(inner, Optimizer):
-        remedy = (
-            "It wraps the optimizer that takes the steps: attach that one, before accelerate's "
-            "prepare() or as attach(optimizer.optimizer), or call update() after each step."
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"{described} is not a torch.optim.Optimizer, so its steps cannot be tracked. {remedy}"
-        )
-
+    """Return the optimizer; raise TypeError unless its steps run the hooks of one."""
     # Lightning's wrappers share their table of hooks with the optimizer inside, which runs them.
-    stepping = optimizer if runs_step_hooks(optimizer) else inner
-    if step_hooks(optimizer) is None or step_hooks(optimizer) is not step_hooks(stepping):
+    is_optimizer = isinstance(optimizer, Optimizer)
+    inner = getattr(optimizer, "optimizer", None)
+    stepping = optimizer if is_optimizer and runs_step_hooks(optimizer) else inner
+    hooks = step_hooks(optimizer) if is_optimizer else None
+    if hooks is None or hooks is not step_hooks(stepping):
         raise TypeError(
-            f"{described} does not run the hooks of torch.optim.Optimizer, so its steps cannot be "
-            f"tracked. {remedy}"
+            f"{owner}: {type(optimizer).__name__} is not a torch.optim.Optimizer, or does not run "
+            "the hooks of one, so its steps cannot be tracked. If it wraps the optimizer that "
+            "takes the steps, attach that, before accelerate's prepare() or as "
+            "attach(optimizer.optimizer). Call update() after each step otherwise."
         )
-    return optimizer
+    return cast("Optimizer", optimizer)
 
 
 def _trained_by(optimizer: Optimizer) -> list[int]:
@@ -121,14 +101,19 @@ class OptimizerSteps:
         # Optimizers are not copied.
         return type(self), (set(self.stepped),)
 
-    def check(
-        self, owner: str, optimizers: Sequence[Optimizer], averaged: Iterable[torch.Tensor]
+    def attach(
+        self,
+        owner: str,
+        optimizers: Sequence[Optimizer],
+        averaged: _Parameters,
+        refuse: Callable[[], None],
+        update: Callable[[], None],
     ) -> None:
-        """Check that optimizers can be attached."""
+        """Update after each training step of the optimizers, if all of them can be attached."""
         if not optimizers:
             raise ValueError(f"{owner} needs an optimizer")
 
-        averaged_ids = set(map(id, averaged))
+        averaged_ids = set(map(id, averaged()))
         for index, optimizer in enumerate(optimizers):
             check_optimizer(owner, optimizer)
             kind = type(optimizer).__name__
@@ -143,14 +128,6 @@ class OptimizerSteps:
                     f"copies of the parameters, as DeepSpeed does, {_CALL_UPDATE}"
                 )
 
-    def attach(
-        self,
-        optimizers: Sequence[Optimizer],
-        averaged: _Parameters,
-        refuse: Callable[[], None],
-        update: Callable[[], None],
-    ) -> None:
-        """Update after each training step of optimizers that :meth:`check` has accepted."""
         for index, optimizer in enumerate(optimizers, len(self._optimizers)):
             before = partial(self._before, refuse, update, index)
             after = partial(self._after, averaged, update, index)

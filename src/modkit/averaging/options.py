@@ -22,38 +22,14 @@ Device: TypeAlias = int | str | torch.device | None
 
 
 def check_choice(owner: str, name: str, value: str, choices: Iterable[str]) -> None:
-    """Check an option that has a few values.
-
-    Args:
-        owner: The class or function that takes the option, with which the error begins.
-        name: The option.
-        value: Its value, which may be of any type.
-        choices: The valid values.
-
-    Raises:
-        ValueError: If the value is not one of the choices.
-    """
+    """Raise ValueError unless an option of ``owner`` has one of its few values."""
     if value not in choices:
         expected = ", ".join(map(repr, choices))
         raise ValueError(f"{owner}: {name} must be one of {expected}, got {value!r}")
 
 
 def checked_count(name: str, value: int, least: int, owner: str = "EMA") -> int:
-    """Return a number of steps.
-
-    Args:
-        name: The argument, as errors name it.
-        value: Its value, which may be of any type.
-        least: Smallest valid value.
-        owner: The class that takes it, with which errors begin.
-
-    Returns:
-        The value.
-
-    Raises:
-        TypeError: If it is not an int. A bool is not.
-        ValueError: If it is below ``least``.
-    """
+    """Return a number of steps, an int and no bool, or raise TypeError or ValueError."""
     if isinstance(cast("object", value), bool) or not isinstance(cast("object", value), int):
         raise TypeError(f"{owner}: {name} must be an int, got {value!r}")
     if value < least:
@@ -193,42 +169,21 @@ class Options:
         return cast("tuple[str, ...]", globs)
 
     def check_selection(self, model: torch.nn.Module, named: NamedTensors) -> None:
-        """Raise ValueError if no parameter of a model is selected, or a glob matches no name.
-
-        Args:
-            model: The model.
-            named: Its tensors.
-
-        Raises:
-            ValueError: If no parameter is selected, or a glob matches no name.
-        """
-        if not named.parameters:
-            raise ValueError(
-                f"EMA: {type(model).__name__} has no parameters to average. Create the EMA when "
-                "the model has its parameters; a quantized model keeps its weights elsewhere."
-            )
-
+        """Raise ValueError if no parameter of a model is selected, or a glob matches no name."""
         # Of a lazy model too: names and ``requires_grad`` are there before shapes are.
         if not any(map(self.chooses, named.parameters.values())):
             raise ValueError(
                 f"EMA: include={self.include!r}, exclude={self.exclude!r}, "
                 f"trainable_only={self.trainable_only} select none of the {len(named.parameters)} "
-                "parameters"
+                f"parameters of {type(model).__name__}. Create the EMA when the model has its "
+                "parameters; a quantized model keeps its weights elsewhere."
             )
-
         self.check_globs(model)
 
     def check_globs(self, model: torch.nn.Module) -> None:
         """Raise ValueError if a glob matches no name: it is a mistake that would have no effect.
 
         ``"*"`` is not one, and a lazy model does not have all of its tensors yet.
-
-        Args:
-            model: The model.
-
-        Raises:
-            ValueError: If a glob of ``include`` or ``exclude`` matches no parameter, or one of
-                ``buffers`` no buffer.
         """
         globs = [("include", glob) for glob in _globs_of(self.include)]
         globs += [("exclude", glob) for glob in _globs_of(self.exclude)]
@@ -257,29 +212,13 @@ class Options:
             )
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which the average of a tensor is kept.
-
-        Args:
-            dtype: Dtype of the tensor.
-
-        Returns:
-            That of ``EMA.to``, or else the one that ``precision`` promises.
-        """
+        """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
         # ``EMA.to`` casts to a floating-point dtype, which complex numbers do not fit.
         cast_to = self.dtype if dtype.is_floating_point else None
         return cast_to or kept_dtype(dtype, self.precision)
 
     def check_width(self, problem: str, dtype: torch.dtype, remedy: str) -> None:
-        """Check that a dtype has as many bits as ``precision`` promises.
-
-        Args:
-            problem: What has the dtype, with which the error begins.
-            dtype: Dtype that averages are cast to.
-            remedy: What to do instead, with which the error ends.
-
-        Raises:
-            ValueError: If it has fewer bits.
-        """
+        """Raise ValueError if a dtype has fewer bits than ``precision`` promises."""
         # The others keep the dtype of the parameter.
         if self.precision not in ("fp32", "fp64"):
             return
@@ -293,12 +232,7 @@ class Options:
             )
 
     def chooses(self, member: Member, averaged: Iterable[str] = ()) -> bool:
-        """Return True if a parameter is averaged.
-
-        Args:
-            member: The parameter.
-            averaged: Names that have averages already, which stay so when they are frozen.
-        """
+        """Return True if a parameter is averaged; ``averaged`` stay so when they are frozen."""
         name = member.name
         if self.include is not None and not _matches(self.include, name):
             return False
@@ -325,14 +259,9 @@ class Options:
     def split(
         self, model: NamedTensors, averaged: Iterable[str] = ()
     ) -> tuple[dict[str, Tensor], list[Member]]:
-        """Divide the tensors of a model into those to average, to copy, and to ignore.
+        """Divide a model's tensors into those to average, by name, and members to copy.
 
-        Args:
-            model: The tensors of the model.
-            averaged: Names that have averages already, which stay so when they are frozen.
-
-        Returns:
-            The tensors to average by name, and the members to copy.
+        Names in ``averaged`` have averages already, which stay so when they are frozen.
         """
         to_average: dict[str, Tensor] = {}
         to_copy: list[Member] = []

@@ -442,8 +442,7 @@ def reconstruct(
             for entry in snapshots
         )
     if not available:
-        place = os.fspath(snapshots) if isinstance(snapshots, (str, os.PathLike)) else "the list"
-        raise FileNotFoundError(f"no snapshots of averages in {place}")
+        raise FileNotFoundError(f"no snapshots of averages in {snapshots}")
     available = _of_one_run(available, run)
 
     # They are ordered by step.

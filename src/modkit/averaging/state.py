@@ -8,7 +8,7 @@ is a ``ValueError`` with its path, before anything changes.
 import math
 import operator
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, TypeVar, cast
@@ -323,14 +323,10 @@ def _read_own(state: Part, schedules: list[Schedule]) -> LoadedState:
         update_after_step=state["update_after_step"].count(),
         buffers=state.get("buffers", {}).tensors(),
         raw=state.get("raw", {}).tensors(),
-        stepped=state.get("stepped", ()).made(_indices),
+        stepped=state.get("stepped", ()).made(lambda saved: frozenset(map(operator.index, saved))),
         versions=state.get("versions").made(_versions),
         first_shares=shares or None,
     )
-
-
-def _indices(saved: Iterable[int]) -> frozenset[int]:
-    return frozenset(index for index in saved if index >= 0)
 
 
 def _versions(saved: Mapping[Any, Any] | None) -> dict[str, int] | None:

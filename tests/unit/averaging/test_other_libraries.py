@@ -126,7 +126,6 @@ def test_states(source, state, expected, n_averaged, step, schedule):
     assert converted.averages.keys() == expected.keys()
     assert all(torch.equal(converted.averages[name], expected[name]) for name in expected)
     assert (converted.n_averaged, converted.step) == (n_averaged, step)
-    assert converted.has_counter == (n_averaged is not None or step is not None)
     assert converted.schedule == schedule
 
 
@@ -213,7 +212,7 @@ def test_plain_weights():
     assert recognise(MEMBERS, Net()) == converted.source == "weights"
     assert converted.averages.keys() == MEMBERS.keys()
     assert all(torch.equal(converted.averages[name], MEMBERS[name]) for name in MEMBERS)
-    assert (converted.has_counter, converted.schedule) == (False, None)
+    assert (converted.n_averaged, converted.step, converted.schedule) == (None, None, None)
 
 
 def test_lists_of_trained_parameters():
