@@ -1,4 +1,4 @@
-"""modkit: a thin, typed facade over PyTorch."""
+"""modkit: weight averages, checkpoints and fast inference for PyTorch, and torch.nn with fixes."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
