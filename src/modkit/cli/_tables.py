@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from modkit.errors import printable, shown
 from modkit.files.inspect import UNVERIFIED
@@ -203,7 +203,8 @@ def progress(text: str, total: float | None = None) -> Generator[Callable[[float
     errors = Console(stderr=True)
     percentage = [TaskProgressColumn()] if total else []
     bar = Progress(
-        TextColumn("{task.description}"),
+        # Two long names of files would push the percentage out of a terminal of 80 columns.
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=44)),
         BarColumn(),
         *percentage,
         TimeElapsedColumn(),

@@ -251,17 +251,19 @@ def test_a_full_disk_is_reported_once(net: Path, line: str) -> None:
 
 
 def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys) -> None:
-    """The bar goes to standard error, and only if that is a terminal."""
+    """The bar goes to standard error, only if that is a terminal, and fits 80 columns with its percentage."""
     from modkit.cli._tables import progress
 
     with progress("averaging", 1.0) as bar:
         bar(0.5)
     plain = capsys.readouterr()
     monkeypatch.setenv("FORCE_COLOR", "1")
-    with progress("averaging", 1.0) as bar:
+    monkeypatch.setenv("COLUMNS", "80")
+    with progress(f"averaging {'a_long_name_of_a_file.pt ' * 8}", 1.0) as bar:
         bar(0.5)
     shown = capsys.readouterr()
 
     assert plain == ("", "")
     assert shown.out == ""
     assert "averaging" in shown.err
+    assert "50%" in shown.err
