@@ -11,14 +11,12 @@ import platform
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from _render.comparison import AVERAGES
 from _render.stored_results import ROOT, file_of, read, release, today, write
 from _render.tested_with import COUNTS
 
@@ -48,32 +46,6 @@ def store_times(kind: str, *options: str) -> None:
         times = json.loads(report.read_text(encoding="utf-8"))
     results = read("averaging_libraries")
     write("averaging_libraries", {**results, kind: {**times, "date": today()}})
-
-
-def features_of_averages() -> dict[str, Any]:
-    """Run every cell of the table of averages; needs the libraries of `nox -s ecosystem`."""
-    warnings.simplefilter("ignore")
-    cases = importlib.import_module("tests.integration.averaging_peers.features")
-    peers = importlib.import_module("tests.integration.averaging_peers.peers").PEERS
-    libraries = [*AVERAGES]
-    names = {library: peers[library].distribution for library in libraries}
-    return {
-        "date": today(),
-        "versions": {
-            library: version(name).partition("+")[0] if name else None
-            for library, name in names.items()
-        },
-        "libraries": libraries,
-        "features": {
-            feature: [cases.outcome(feature, library) for library in libraries]
-            for feature in cases.FEATURES
-        },
-    }
-
-
-def averaging_libraries() -> None:
-    """Renew the table of averages."""
-    write("averaging_libraries", {**read("averaging_libraries"), **features_of_averages()})
 
 
 def modkit_compat() -> None:
@@ -167,6 +139,5 @@ COMMANDS = {
     "benchmarks": benchmarks,
     "peers": peers,
     "gpu_peers": gpu_peers,
-    "averaging_libraries": averaging_libraries,
     "modkit_compat": modkit_compat,
 }

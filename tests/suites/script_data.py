@@ -1,6 +1,5 @@
 """Small random data in the formats that public training scripts read."""
 
-import importlib
 import pickle
 import struct
 from pathlib import Path
@@ -67,14 +66,6 @@ def all_digits(folder: Path) -> None:
     _digits(folder / "data" / "MNIST" / "raw", 60_000, 256)
 
 
-def images(folder: Path) -> None:
-    """Write small pictures."""
-    data = folder / "pictures"
-    data.mkdir(parents=True, exist_ok=True)
-    for index, pixels in enumerate(_random().integers(0, 256, (128, 16, 16, 3))):
-        Image.fromarray(pixels.astype(np.uint8)).save(data / f"{index}.png")
-
-
 def boxes(folder: Path) -> None:
     """Write pictures with labelled boxes in the format of YOLO, and the file that describes them."""
     random = _random()
@@ -93,14 +84,3 @@ def boxes(folder: Path) -> None:
     (folder / "boxes.yaml").write_text(described, encoding="utf-8")
     # The script downloads a font unless it is there, and without plots does not read it.
     (folder / "Arial.ttf").touch()
-
-
-def fake_cifar10() -> None:
-    """Stand in for a data set that torchvision would download."""
-    torchvision = importlib.import_module("torchvision")
-
-    class CIFAR10(torchvision.datasets.FakeData):  # type: ignore[misc, name-defined]
-        def __init__(self, root: str, download: bool = False, transform: object = None) -> None:
-            super().__init__(512, (3, 32, 32), 10, transform)
-
-    torchvision.datasets.CIFAR10 = CIFAR10

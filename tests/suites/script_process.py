@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import random
-import runpy
 import sys
 import types
 from collections.abc import Callable
@@ -31,10 +30,6 @@ from modkit.compat.swapped_imports import SwappedImports
 
 # Modules and optimizers are looked for at the first steps, and at the end.
 LOOKED_AT = (1, 2, 3)
-
-
-class EnoughSteps(BaseException):
-    """Ends a script after a number of steps; scripts that catch exceptions do not catch it."""
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -72,12 +67,11 @@ def digest(value: Any) -> str:
 
 
 class Recorder:
-    """Records the losses, modules and optimizers of a script, and ends it after some steps."""
+    """Records the losses, modules and optimizers of a script."""
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self) -> None:
         self.losses: list[list[str]] = []
         self.steps = 0
-        self._limit = steps
         self._modules: dict[int, torch.nn.Module] = {}
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._averages: dict[int, modkit.EMA] = {}
@@ -98,8 +92,6 @@ class Recorder:
         self.steps += 1
         if self.steps in LOOKED_AT:
             self._look()
-        if self.steps == self._limit:
-            raise EnoughSteps
 
     def _look(self) -> None:
         """Keep the modules without a parent, and the optimizers, that are alive."""
@@ -159,20 +151,16 @@ def main() -> None:
     options = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tree, record = Path(options["tree"]), Path(options["record"])
     swapped: list[str] = []
-    recorder = Recorder(options["steps"])
+    recorder = Recorder()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
     recorder.install()
-    data = runpy.run_path(str(Path(__file__).with_name("script_data.py")))
-    for name in options["stand_ins"]:
-        data[name]()
-
     try:
         run(options, swapped.append)
-    except (EnoughSteps, SystemExit) as end:
-        if isinstance(end, SystemExit) and end.code:
+    except SystemExit as end:
+        if end.code:
             raise
     files = [Path(sys.modules[name].__file__ or "") for name in swapped]
     result = {

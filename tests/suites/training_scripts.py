@@ -64,12 +64,9 @@ class Script(NamedTuple):
         path: The script in the repository.
         arguments: The arguments, which make it small.
         data: A function of ``script_data`` that writes the data set.
-        steps: Optimizer steps after which the run ends; None runs the script to its end.
         folders: What of the repository the run needs.
         cwd: The folder that it runs in.
         roots: Folders of the repository on the import path.
-        source: The program, if the repository has it only in its documentation.
-        stand_ins: Functions of ``script_data`` that replace data sets that would be downloaded.
         ema: What adds an average, saves it in the middle of the run, and resumes.
         resume: Further arguments of the run that resumes.
         patches: Lines without which the script needs another machine.
@@ -81,12 +78,9 @@ class Script(NamedTuple):
     path: str
     arguments: tuple[str, ...] = ()
     data: str = ""
-    steps: int | None = None
     folders: tuple[str, ...] = (".",)
     cwd: str = "."
     roots: tuple[str, ...] = (".",)
-    source: str = ""
-    stand_ins: tuple[str, ...] = ()
     ema: tuple[Edit, ...] = ()
     resume: tuple[str, ...] = ()
     patches: tuple[Edit, ...] = ()
@@ -133,40 +127,6 @@ def loop(
     )
 
 
-_DENOISING = """\
-import torch
-from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
-
-torch.manual_seed(0)
-model = Unet(dim=16, dim_mults=(1, 2), flash_attn=False)
-diffusion = GaussianDiffusion(model, image_size=16, timesteps=20, sampling_timesteps=4)
-trainer = Trainer(
-    diffusion,
-    "pictures",
-    train_batch_size=16,
-    train_lr=8e-5,
-    train_num_steps=12,
-    gradient_accumulate_every=2,
-    ema_decay=0.995,
-    ema_update_every=2,
-    save_and_sample_every=6,
-    num_samples=4,
-    amp=False,
-    calculate_fid=False,
-)
-trainer.train()
-"""
-_CHRONOS = """\
-import torch
-from chronos import Chronos2Pipeline
-
-torch.manual_seed(0)
-pipeline = Chronos2Pipeline.from_pretrained("test/dummy-chronos2-model")
-series = [torch.rand(64) for _ in range(16)]
-options = {"output_dir": "out", "logging_steps": 1, "save_only_model": False}
-options |= {"save_strategy": "steps", "save_steps": 6, "save_total_limit": None}
-pipeline.fit(series, prediction_length=8, num_steps=12, batch_size=4, learning_rate=1e-3, **options)
-"""
 _NANOGPT = (
     *("--device=cpu", "--compile=False", "--dtype=float32", "--dataset=shakespeare_char"),
     *("--eval_interval=10", "--eval_iters=2", "--gradient_accumulation_steps=2", "--batch_size=4"),
@@ -247,30 +207,6 @@ SCRIPTS = (
         ),
     ),
     Script(
-        "denoising-diffusion-pytorch",
-        "diffusion",
-        "lucidrains/denoising-diffusion-pytorch",
-        "README.md",
-        data="images",
-        source=_DENOISING,
-    ),
-    Script(
-        "cleanrl ppo",
-        "reinforcement learning",
-        "vwxyzjn/cleanrl",
-        "cleanrl/ppo.py",
-        ("--total-timesteps", "2048"),
-        folders=("cleanrl", "cleanrl_utils"),
-    ),
-    Script(
-        "cleanrl dqn",
-        "reinforcement learning",
-        "vwxyzjn/cleanrl",
-        "cleanrl/dqn.py",
-        ("--total-timesteps", "1200", "--learning-starts", "200", "--buffer-size", "1000"),
-        folders=("cleanrl", "cleanrl_utils"),
-    ),
-    Script(
         "pygcn",
         "graph network",
         "tkipf/pygcn",
@@ -305,16 +241,6 @@ SCRIPTS = (
         ),
     ),
     Script(
-        "dcgan",
-        "GAN",
-        "pytorch/examples",
-        "dcgan/main.py",
-        (*("--dataset", "fake", "--ngf", "8", "--ndf", "8"), "--workers", "0", "--manualSeed", "1"),
-        steps=24,
-        folders=("dcgan",),
-        cwd="dcgan",
-    ),
-    Script(
         "vae",
         "variational autoencoder",
         "pytorch/examples",
@@ -347,15 +273,6 @@ SCRIPTS = (
         ),
     ),
     Script(
-        "lightly byol",
-        "momentum teacher",
-        "lightly-ai/lightly",
-        "examples/pytorch/byol.py",
-        steps=4,
-        folders=("lightly", "examples/pytorch"),
-        stand_ins=("fake_cifar10",),
-    ),
-    Script(
         "yolov5",
         "detection with ModelEMA",
         "ultralytics/yolov5",
@@ -380,15 +297,6 @@ SCRIPTS = (
             Edit("trainer.fit(model, dm)", _RESUME, "instead"),
         ),
     ),
-    Script(
-        "Chronos-2 fine-tuning",
-        "Trainer of transformers",
-        "amazon-science/chronos-forecasting",
-        "src/chronos/chronos2/pipeline.py",
-        folders=("src", "test/dummy-chronos2-model"),
-        roots=("src",),
-        source=_CHRONOS,
-    ),
 )
 
 
@@ -399,19 +307,12 @@ def work_tree(script: Script, checkout: Path, folder: Path, edits: Iterable[Edit
     unused = shutil.ignore_patterns(".git", "*.ipynb")
     for part in script.folders:
         shutil.copytree(checkout / part, tree / part, ignore=unused, dirs_exist_ok=True)
-    if script.source:
-        (tree / "program.py").write_text(script.source, encoding="utf-8")
     for edit in edits:
-        file = tree / (edit.file or program(script))
+        file = tree / (edit.file or script.path)
         file.write_text(edited(file.read_text(encoding="utf-8"), edit), encoding="utf-8")
     if script.data:
         getattr(script_data, script.data)(tree / script.cwd)
     return tree
-
-
-def program(script: Script) -> str:
-    """Return the path of what runs, in the copy of the checkout."""
-    return "program.py" if script.source else script.path
 
 
 def edited(source: str, edit: Edit) -> str:
@@ -434,10 +335,8 @@ def run(
     """Run a script in a process of its own, and return its record."""
     record = tree.parent / "record.json"
     options = {
-        "script": str(tree / program(script)),
+        "script": str(tree / script.path),
         "arguments": [*script.arguments, *arguments],
-        "steps": script.steps,
-        "stand_ins": script.stand_ins,
         "swap": swap,
         "tree": str(tree),
         "record": str(record),
@@ -504,14 +403,14 @@ def compare(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
     if not theirs["losses"] or not ours["of modkit"]:
         raise RuntimeError(f"{script.name} compares nothing: {ours['of modkit']} modules of modkit")
 
-    swapped = [path for path in ours["swapped files"] if path != program(script)]
+    swapped = [path for path in ours["swapped files"] if path != script.path]
     row = {
         "kind": script.kind,
         "repository": script.repository,
         "commit": commit(checkout),
         "script": script.path,
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "lines": changed_lines(tree, [program(script)]),
+        "lines": changed_lines(tree, [script.path]),
         "files": len(swapped),
         "lines of files": changed_lines(tree, swapped),
         "steps": theirs["steps"],
@@ -569,7 +468,8 @@ def main() -> int:
     stored = (
         json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {"scripts": {}}
     )
-    rows = stored["scripts"] if options.only else {}
+    # Results of scripts that are no longer in the table stay.
+    rows = stored["scripts"]
 
     for script in SCRIPTS:
         if options.only and script.name not in options.only:
@@ -583,11 +483,8 @@ def main() -> int:
 
 
 def write(rows: dict[str, Any]) -> None:
-    """Store the rows in the order of the table, and write the page."""
-    content = {
-        "torch": version("torch").partition("+")[0],
-        "scripts": {script.name: rows[script.name] for script in SCRIPTS if script.name in rows},
-    }
+    """Store the rows, and write the page."""
+    content = {"torch": version("torch").partition("+")[0], "scripts": rows}
     RESULTS.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 

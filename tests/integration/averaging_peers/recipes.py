@@ -2,14 +2,13 @@
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from tests.integration.pages import DOCS
 
-
-PAGE = DOCS / "migration.md"
+PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
 _LOOP = """
 {imports}
 {name} = {construct}

@@ -59,7 +59,6 @@ class Diffusers(OfLibrary, mid_run.Diffusers):
 
 class WarmupPeer(peers.Diffusers):
     def make(self, model, decay, **options):
-        self.trainable_only = False
         library = importlib.import_module("diffusers.training_utils")
         return library.EMAModel(model.parameters(), decay=decay, use_ema_warmup=True, **options)
 

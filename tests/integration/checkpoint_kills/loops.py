@@ -1,16 +1,13 @@
 """Kill training at random moments and resume it: ``python -m tests.integration.checkpoint_kills.loops``.
 
-Each loop saves a checkpoint after each step. A round kills it a few times, each time resumes from the
+The loop saves a checkpoint after each step. A round kills it a few times, each time resumes from the
 newest complete checkpoint, and at last trains to the end. Then nothing is lost if the weights, averages and
 counters are those of a run without a kill, and if no checkpoint is older than the last one that was complete
 before its kill; and nothing is left if no private folder is there.
 """
 
 import argparse
-import contextlib
-import importlib
 import json
-import logging
 import os
 import pickle
 import random
@@ -25,7 +22,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -46,27 +43,13 @@ Announce = Callable[[int], None]
 
 
 class Loop:
-    """One kind of training."""
-
-    packages: ClassVar[tuple[str, ...]] = ()
+    """A loop with ``save_checkpoint``, which writes to the same file each time."""
 
     def train(self, folder: Path, steps: int, announce: Announce) -> Any:
         """Train up to a step, from the newest checkpoint in a folder, and return all numbers at the end.
 
         ``announce`` is called with the step of each checkpoint that is complete.
         """
-        raise NotImplementedError
-
-    def newest(self, folder: Path) -> tuple[int, Path | None]:
-        """Return the newest complete checkpoint and its step, 0 if there is none."""
-        raise NotImplementedError
-
-
-class Plain(Loop):
-    """A loop with ``save_checkpoint``, which writes to the same file each time."""
-
-    def train(self, folder: Path, steps: int, announce: Announce) -> Any:
-        """See :class:`Loop`."""
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Linear(8, WIDE), nn.BatchNorm1d(WIDE), nn.Dropout(0.1), nn.Linear(WIDE, 8)
@@ -97,95 +80,9 @@ class Plain(Loop):
         return freeze([model.state_dict(), optimizer.state_dict(), ema.state_dict()])
 
     def newest(self, folder: Path) -> tuple[int, Path | None]:
-        """See :class:`Loop`."""
+        """Return the newest complete checkpoint and its step, 0 if there is none."""
         path = folder / "last.pt"
         return (modkit.load_checkpoint(path)["step"], path) if path.exists() else (0, None)
-
-
-class Lightning(Loop):
-    """Lightning's Trainer: each run writes to a folder of its own, named by its logger."""
-
-    packages = ("lightning",)
-
-    def __init__(self) -> None:
-        for name in ("lightning.pytorch", "lightning.fabric"):
-            logging.getLogger(name).setLevel(logging.ERROR)
-        self.runs = importlib.import_module("tests.integration.lightning.runs")
-
-    def train(self, folder: Path, steps: int, announce: Announce) -> Any:
-        """See :class:`Loop`."""
-        pl = importlib.import_module("lightning.pytorch")
-
-        class Watch(pl.Callback):  # type: ignore[misc, name-defined]
-            def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-                # The checkpoint of the step before was written after all other callbacks.
-                announce(trainer.global_step)
-
-        _, path = self.newest(folder)
-        model = self.runs.Net()
-        model.unused = nn.Linear(8, WIDE)
-        net, ema, _ = self.runs.fit(
-            folder,
-            Watch(),
-            pl.callbacks.ModelCheckpoint(every_n_train_steps=1),
-            model=model,
-            resume=path,
-            max_epochs=-1,
-            max_steps=steps,
-            num_sanity_val_steps=0,
-            logger=pl.loggers.CSVLogger(folder),
-        )
-        return freeze([net.state_dict(), ema.ema.state_dict()])
-
-    def newest(self, folder: Path) -> tuple[int, Path | None]:
-        """See :class:`Loop`."""
-        paths = folder.glob("*/version_*/checkpoints/*.ckpt")
-        found = [(int(path.stem.rpartition("step=")[2]), path) for path in paths]
-        for _, path in found:
-            modkit.files.verify(path)
-        return max(found, default=(0, None))
-
-
-class Transformers(Loop):
-    """The Trainer of transformers: each checkpoint has a folder of its own."""
-
-    packages = ("transformers", "accelerate")
-
-    def __init__(self) -> None:
-        # Its bars start a thread, and a process with threads cannot be forked safely.
-        importlib.import_module("tqdm").tqdm.monitor_interval = 0
-        self.trainers = importlib.import_module("tests.integration.transformers.trainers")
-
-    def train(self, folder: Path, steps: int, announce: Announce) -> Any:
-        """See :class:`Loop`."""
-        callback = self.trainers.EMACallback(0.9)
-        run = self.trainers.trainer(
-            folder,
-            callback,
-            self.trainers.At("on_save", announce),
-            max_steps=steps,
-            lr_scheduler_type="constant",
-            save_strategy="steps",
-            save_steps=1,
-            save_total_limit=2,
-        )
-        _, path = self.newest(folder)
-        run.train(resume_from_checkpoint=path and str(path))
-        return freeze(self.trainers.result(run, callback))
-
-    def newest(self, folder: Path) -> tuple[int, Path | None]:
-        """See :class:`Loop`."""
-        found: list[tuple[int, Path]] = []
-        for path in folder.glob("checkpoint-*/trainer_state.json"):
-            # The Trainer writes this file last, and not atomically.
-            with contextlib.suppress(json.JSONDecodeError):
-                found.append((json.loads(path.read_text())["global_step"], path.parent))
-        return max(found, default=(0, None))
-
-
-LOOPS: Final[dict[str, Callable[[], Loop]]] = {
-    loop.__name__.lower(): loop for loop in (Plain, Lightning, Transformers)
-}
 
 
 def leftovers(folder: Path) -> set[Path]:
@@ -281,14 +178,13 @@ def campaign(loop: Loop, rounds: int, seed: int) -> dict[str, Any]:
 def main() -> None:
     """Run what the command line asks for, and print the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("loop", choices=LOOPS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     output = sys.stdout
     sys.stdout = sys.stderr  # where the libraries print
-    json.dump(campaign(LOOPS[options.loop](), options.rounds, options.seed), output)
+    json.dump(campaign(Loop(), options.rounds, options.seed), output)
 
 
 if __name__ == "__main__":

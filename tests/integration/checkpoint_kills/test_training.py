@@ -7,22 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.unit.files.writers import installed
-
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
-PACKAGES = {"plain": [], "lightning": ["lightning"], "transformers": ["transformers", "accelerate"]}
 ROOT = Path(__file__).parents[3]
 
 
-def killed(loop: str, rounds: int) -> dict[str, Any]:
+def killed(rounds: int) -> dict[str, Any]:
     """Kill training and resume it, in some rounds; return what came of it."""
-    for package in PACKAGES[loop]:
-        if not installed(package):
-            pytest.skip(f"needs {package}: nox -s ecosystem installs it")
     module = "tests.integration.checkpoint_kills.loops"
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module, loop, f"--rounds={rounds}"],
+        [sys.executable, "-W", "ignore", "-m", module, f"--rounds={rounds}"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -35,12 +29,10 @@ def killed(loop: str, rounds: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "loop", [pytest.param("plain", marks=pytest.mark.slow), "lightning", "transformers"]
-)
-def test_training_survives_kills(loop):
+@pytest.mark.slow
+def test_training_survives_kills():
     """A run that is killed and resumed is bitwise that of no kill, and no private folder stays."""
-    found = killed(loop, 1)
+    found = killed(1)
 
     assert found["lost"] == []
     assert found["left"] == 0
@@ -49,10 +41,9 @@ def test_training_survives_kills(loop):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("loop", PACKAGES)
-def test_training_survives_many_kills(loop):
+def test_training_survives_many_kills():
     """A hundred kills or more, of which some interrupt a save."""
-    found = killed(loop, 60)
+    found = killed(60)
 
     assert found["lost"] == []
     assert found["left"] == 0

@@ -7,7 +7,6 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, same
-from tests.models import one_weight
 
 
 FUNCTIONS = {
@@ -93,21 +92,6 @@ def test_functions_give_the_bits_of_torch(
             return str(error), averaged
 
     assert same(scenario)[0] == "returned"
-
-
-@for_each("name", FUNCTIONS)
-def test_functions_record_no_graph(impl: Implementation, name: str) -> None:
-    """Averaging Parameters directly leaves them leaves, and results need no gradient."""
-    averaged, current = one_weight(impl, 1.0).weight, one_weight(impl, 2.0).weight
-    if name in SINGLE:
-        result = made(impl, name)(averaged, current, 1)
-        assert not result.requires_grad
-    else:
-        made(impl, name)([averaged], [current], 1)
-        assert averaged.item() > 1.0
-
-    assert averaged.is_leaf
-    assert averaged.requires_grad
 
 
 @for_each("dtype", [torch.float32, torch.int64])

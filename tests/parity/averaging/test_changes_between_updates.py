@@ -8,7 +8,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.parity.averaging.rules import COPIES, RULES, training_states
+from tests.parity.averaging.rules import RULES, training_states
 
 
 SIZES = {"small": 3, "large": 9}
@@ -187,23 +187,3 @@ def test_updates_after_a_change_are_those_of_torch(
     found = same(lambda impl: run(impl, size, rule, use_buffers, CHANGES[change]))
 
     assert found[0] == "returned"
-
-
-@for_each("rule", ["default", "multi_avg_fn own"])
-@for_each("way", COPIES)
-def test_a_copy_after_a_change_is_that_of_torch(rule: str, way: str) -> None:
-    """Copies of an average from which layers were dropped go on like the original."""
-
-    def scenario(impl: Implementation):
-        model = layers(impl, SIZES["large"])
-        averaged = impl.AveragedModel(model, **RULES[rule](impl))
-        for step in training_states(model, 5):
-            if step == 2:
-                drop_many(model)
-                drop_many(averaged.module)
-            if step == 3:
-                averaged = COPIES[way](averaged)
-            averaged.update_parameters(model)
-        return averaged.state_dict()
-
-    assert same(scenario)[0] == "returned"

@@ -148,18 +148,6 @@ def test_a_negative_count_skips_updates(
     assert same(scenario)[0] == "returned"
 
 
-def test_functions_are_not_called_below_one(impl: Implementation) -> None:
-    """A function is called for the first time when one model has been averaged."""
-    counts = []
-    model = one_weight(impl)
-    averaged = impl.AveragedModel(model, avg_fn=lambda a, c, n: counts.append(int(n)) or a)
-    averaged.n_averaged.fill_(-2)
-    for _ in range(5):
-        averaged.update_parameters(model)
-
-    assert counts == [1, 2]
-
-
 @pytest.mark.parametrize("write", ["zero_", "replaced"])
 def test_a_count_made_in_inference_mode_is_read_at_each_update(
     impl: Implementation, write: str

@@ -1,4 +1,3 @@
-import copy
 from unittest import mock
 
 import pytest
@@ -316,20 +315,6 @@ def test_shared_layers(impl):
     for name in shared_models(impl):
         for x in (image(), -image()):
             assert_follows(lambda name=name: prepared(shared_models(impl)[name]), x, _in_place)
-
-
-def test_calls_of_parts(impl):
-    """A norm that is called by itself gives its own result, a folded convolution that of both."""
-    model = resnet(impl)
-    plain = copy.deepcopy(model)
-    x = image()
-    with torch.no_grad(), modkit.fast_inference(model, fold_batch_norm=True):
-        norms = model.stem[1](image(channels=6)), model.layers[0].bn1(image(channels=6))
-        convolution = model.stem[0](x)
-
-    assert_close(norms[0], plain.stem[1](image(channels=6)).detach())
-    assert_close(norms[1], plain.layers[0].bn1(image(channels=6)).detach())
-    assert_close(convolution, plain.stem[1](plain.stem[0](x)).detach())
 
 
 def test_gradients():

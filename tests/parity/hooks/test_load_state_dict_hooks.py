@@ -1,8 +1,6 @@
 import collections
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -125,37 +123,6 @@ def test_a_pre_hook_changes_what_is_loaded(impl: Implementation) -> None:
     assert module.late.item() == 1.0
 
 
-EDITS: dict[str, Callable[[dict[str, object], str], object]] = {
-    "rename": lambda state, to: state.update({f"{to}2.weight": state.pop(f"{to}old")}),
-    "replace": lambda state, to: state.update({f"{to}2.weight": torch.full((1, 1), 7.0)}),
-    "delete": lambda state, to: state.pop(f"{to}2.weight"),
-    "add": lambda state, to: state.update({f"{to}2.new": torch.ones(1)}),
-    "replace all": lambda state, to: [state.clear(), state.update({f"{to}3.new": torch.ones(1)})],
-}
-
-
-@for_each("edit", EDITS)
-@for_each("below", [False, True])
-def test_a_dict_that_a_hook_keeps_and_edits_later(edit: str, below: bool) -> None:
-    """The children that come later load what is in the dict of their parent by then (rule 12)."""
-
-    def scenario(impl: Implementation) -> object:
-        module = impl.own.Sequential(*(impl.own.Linear(1, 1, bias=False) for _ in range(4)))
-        prefix = "0." if below else ""
-        held: list[dict[str, object]] = []
-        module.register_load_state_dict_pre_hook(lambda _, state_dict, *__: held.append(state_dict))
-        module[1].register_load_state_dict_pre_hook(lambda *_: EDITS[edit](held[0], prefix))
-
-        root = impl.own.Sequential(module) if below else module
-        state = {name: torch.full((1, 1), 5.0) for name in root.state_dict()}
-        state[f"{prefix}old"] = torch.full((1, 1), 9.0)
-        if edit == "rename":
-            del state[f"{prefix}2.weight"]
-        return list(root.load_state_dict(state, strict=False)), dict(root.state_dict())
-
-    assert same(scenario)[0] == "returned"
-
-
 def test_a_dict_that_a_hook_keeps_and_fills_anew_later(impl: Implementation) -> None:
     """Names that change are found, also if there are as many as before and the last is the same."""
     module = impl.own.Sequential(*(impl.own.Linear(1, 1, bias=False) for _ in range(4)))
@@ -196,25 +163,6 @@ def test_what_a_pre_hook_adds_to_the_lists(strict: bool, position: int) -> None:
 
 
 # --- keys that do not match -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-def test_unexpected_keys_are_listed_module_by_module(impl: Implementation, hooked: bool) -> None:
-    """The root's come first, in the mapping's order; a child may repair its own (rule 13)."""
-    module = parent_and_child(impl)
-
-    def repair(_module, state_dict, prefix, *_: object) -> None:
-        state_dict[f"{prefix}w"] = state_dict.pop(f"{prefix}old", state_dict.get(f"{prefix}w"))
-
-    if hooked:
-        module.c.register_load_state_dict_pre_hook(repair)
-    state = {"c.y": 0, "z": 0, "c.x": 0, "a": 0, **module.state_dict()}
-    if hooked:
-        state["c.old"] = state.pop("c.w") + 4
-    result = module.load_state_dict(state, strict=False)
-
-    assert result == ([], ["z", "a", "c.y", "c.x"])
-    assert module.c.w.tolist() == [4.0 * hooked] * 2
 
 
 @for_each("strict", [False, True])

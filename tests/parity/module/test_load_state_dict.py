@@ -20,19 +20,6 @@ def source(impl: Implementation) -> torch.nn.Module:
     return module
 
 
-def test_a_load_copies_into_the_members(impl: Implementation) -> None:
-    """Parameters and buffers keep their identity and take the values."""
-    module, other = tree(impl), source(impl)
-    parameters, buffers = list(module.parameters()), list(module.buffers())
-    result = module.load_state_dict(other.state_dict())
-
-    assert str(result) == repr(result) == "<All keys matched successfully>"
-    assert all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
-    assert all(a is b for a, b in zip(buffers, module.buffers(), strict=True))
-    expected = other.state_dict()
-    assert all(torch.equal(value, expected[key]) for key, value in module.state_dict().items())
-
-
 @for_each(
     "checkpoint",
     [
@@ -266,18 +253,6 @@ def test_assign_keeps_the_modules_requires_grad(impl: Implementation) -> None:
     assert module.a.requires_grad is False
     assert module.b is given
     assert given.requires_grad is True
-
-
-def test_assign_takes_dtype_and_device(impl: Implementation) -> None:
-    """With ``assign`` the checkpoint decides dtype and device."""
-    module = leaf(impl).to("meta")
-    state = {
-        name: torch.ones(t.shape).to(torch.float64) for name, t in leaf(impl).state_dict().items()
-    }
-    module.load_state_dict(state, assign=True)
-
-    assert {tensor.dtype for tensor in module.state_dict().values()} == {torch.float64}
-    assert not module.weight.is_meta
 
 
 @for_each(

@@ -1,11 +1,13 @@
 """One contract for overrides: whatever torch calls is called, wherever it has been set."""
 
 import copy
+import functools
 import inspect
 import types
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -208,6 +210,58 @@ def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> 
         assert any(expected.values())
 
 
+class Descriptor:
+    """Binds itself, as the wrappers of some libraries do; it is not a function."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __get__(self, instance, owner=None):
+        """Bind the function."""
+        return functools.partial(self.function, instance, owner is not None)
+
+
+# Objects that a test or a library may put in place of a function.
+REPLACEMENTS: dict[str, Any] = {
+    "classmethod": classmethod,
+    "descriptor": Descriptor,
+    "mock": lambda function: mock.Mock(side_effect=function),
+    "partialmethod": lambda function: functools.partialmethod(function, 1),
+    "property": lambda function: property(lambda self: functools.partial(function, self)),
+    "staticmethod": staticmethod,
+}
+
+
+def replacement_seen(impl: Implementation, name: str, kind: str) -> Any:
+    """Put something else than a function into ``torch.nn.Module``; return how it is called."""
+    log: list[tuple[Any, ...]] = []
+
+    def record(*args, **kwargs):
+        log.append((*map(shown, args), sorted(kwargs)))
+        return []
+
+    leaf = network(impl).leaf
+    arguments = [*inspect.signature(getattr(torch.nn.Module, name)).parameters][1:]
+    static = inspect.getattr_static(torch.nn.Module, name)
+    try:
+        setattr(torch.nn.Module, name, REPLACEMENTS[kind](record))
+        returned = getattr(leaf, name)(*arguments)
+    finally:
+        setattr(torch.nn.Module, name, static)
+    return log, returned
+
+
+@for_each("kind", REPLACEMENTS)
+@for_each("name", [name for name in METHODS if name != "forward" and name[:2] != "__"])
+def test_a_replacement_that_is_no_function_is_bound_as_in_torch(name: str, kind: str) -> None:
+    """A mock of ``torch.nn.Module.to`` gets the arguments alone, without the module."""
+    expected = replacement_seen(TORCH, name, kind)
+    actual = replacement_seen(MODKIT, name, kind)
+
+    assert actual == expected
+    assert expected[0]
+
+
 def plain(impl: Implementation) -> Any:
     """Define a class whose forward returns what it gets."""
 
@@ -244,29 +298,6 @@ class Mixin(torch.nn.Module):
         """Note the mode."""
         self.__dict__["seen"] = mode
         return super().train(mode)
-
-
-def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
-    """A module of torch behind a user's class comes before ``Module`` in the order of bases."""
-
-    class Base(impl.Module):
-        def __init__(self):
-            super().__init__()
-            self.own = torch.nn.Parameter(torch.ones(1))
-
-    class Net(Base, Mixin):
-        pass
-
-    net = Net().eval()
-
-    assert sorted(net._parameters) == ["lora", "own"]
-    assert net.seen is False
-    assert Net.__mro__[:3] == (Net, Base, Mixin)
-    assert [cls.__name__ for cls in Net.__mro__[3:]] == [
-        *(["Module"] if impl is MODKIT else []),
-        "Module",
-        "object",
-    ]
 
 
 def test_a_saved_method_does_not_call_a_later_patch(

@@ -1,11 +1,10 @@
-import inspect
 from typing import Any
 
 import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import child_leaf, empty, leaf, tree
+from tests.models import empty, tree
 from tests.parity.module.contents import run
 
 
@@ -50,27 +49,6 @@ def test_a_given_memo(kind, unique, held):
         return steps, sorted(names(each, module) for each in memo)
 
     assert same(scenario)[0] == "returned"
-
-
-@for_each(
-    "call",
-    [
-        "m.modules()",
-        "m.named_modules()",
-    ],
-)
-def test_walks_are_lazy_generators(impl: Implementation, call: str) -> None:
-    """A walk is a generator that looks at the module when it is advanced, not when it is made."""
-    module = leaf(impl)
-    walk = run(call, module)
-    module.late = child_leaf(impl)
-    module.register_buffer("newer", torch.full((1,), 5.0))
-    module.late_parameter = torch.nn.Parameter(torch.ones(1))
-    found = list(walk)
-
-    assert inspect.isgenerator(walk)
-    assert len(found) == len(list(run(call, module)))
-    assert list(walk) == []
 
 
 @for_each(

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 import modkit
 from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import COPIES, gradients, network, sgd
+from tests.unit.averaging.recipes import gradients, network, sgd
 
 
 # torch runs the hooks of a class from the first instance on, and a subclass may call such a ``step``.
@@ -401,23 +401,6 @@ def test_the_optimizers_may_be_attached_after_loading(attach_first: bool) -> Non
 
     assert state["stepped"] == [0]
     assert steps == [(2, 2), (2, 2), (3, 3)]
-
-
-@for_each("copied", COPIES)
-def test_copies_know_the_steps(copied: Callable[[Any], Any]) -> None:
-    """Optimizers attached to a copy go on where those of the original were."""
-    run = Run()
-    run.go_on(3)
-    other = copied(run.ema)
-    parts = other.model[0], nn.Sequential(other.model[1], other.model[3])
-    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in parts)
-    other.attach(first, second)
-    steps = []
-    for optimizer in (second, first, second):
-        optimizer.step()
-        steps.append(other.step)
-
-    assert steps == [2, 2, 3]
 
 
 @for_each("stepped", [[0], [0, 1], [0, 1, 2], [2, 7]])

@@ -53,23 +53,6 @@ def test_copies_of_an_average_leave_the_model_out(way) -> None:
     assert (int(other.n_averaged), int(average.n_averaged)) == (2, 1)
 
 
-def test_buffers_that_are_not_saved_may_come_and_go() -> None:
-    """A cache that only one of the two has is passed over; one that both have is copied."""
-    model = nn.Linear(1, 1)
-    model.register_buffer("cache", None, persistent=False)
-    average = half_average(model)
-    model.cache = torch.ones(3)
-    model.register_buffer("late", torch.ones(2), persistent=False)
-    average.update_parameters(model)
-    first = average.module.cache
-    model.cache = None
-    average.update_parameters(model)
-
-    assert first.tolist() == [1.0, 1.0, 1.0]
-    assert average.module.cache is None
-    assert "late" not in dict(average.module.named_buffers())
-
-
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
 def test_a_function_in_the_place_of_the_device_is_named() -> None:
     """The example of torch's page fails as in torch, and a note names the keyword."""

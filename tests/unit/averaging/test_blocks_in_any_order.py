@@ -19,9 +19,6 @@ from tests.cases import for_each
 from tests.unit.averaging.recipes import set_to
 
 
-AVERAGES = [4.0, 1.5, 9.0]
-
-
 def evaluation() -> "modkit.EMACallback[nn.Module]":
     """Return averages of a network in training mode, of which average 2 is what the model holds."""
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Dropout(0.5))
@@ -170,31 +167,6 @@ def test_threads_that_update_one_average() -> None:
     run_all(work, work, work)
     assert (ema.step, ema.n_averaged) == (600, 600)
     modkit.EMA(net, 0.9).load_state_dict(ema.state_dict())
-
-
-@pytest.mark.usefixtures("switching")
-def test_a_teacher_that_is_copied_beside_updates() -> None:
-    """All of its parameters are of one update."""
-    net = nn.Sequential(*[nn.Linear(1, 1, bias=False) for _ in range(40)])
-    ema = modkit.EMA(net, 0.0)
-    set_to(net, -1.0)
-    ema.update()
-    teacher = ema.averaged_model()
-    mixed = []
-
-    def train() -> None:
-        for step in range(100):
-            set_to(net, float(step))
-            ema.update()
-
-    def copy_often() -> None:
-        for _ in range(100):
-            ema.copy_to(teacher)
-            mixed.append(len({parameter.item() for parameter in teacher.parameters()}) > 1)
-
-    run_all(train, copy_often)
-    assert len(mixed) == 100
-    assert not any(mixed)
 
 
 @pytest.mark.usefixtures("switching")

@@ -163,37 +163,6 @@ def drift(model: nn.Module, step: int) -> None:
             parameter.copy_(1 + torch.randn(parameter.shape, generator=generator) / 4)
 
 
-@for_each("rule", RULES)
-@for_each(
-    ("precision", "dtype", "accelerator"),
-    [("stochastic", torch.bfloat16, False), ("stochastic", torch.float16, True)],
-)
-def test_accuracy(
-    rule: str, precision: Any, dtype: torch.dtype, accelerator: bool, monkeypatch
-) -> None:
-    """After 1,000 updates the averages are those of float64, but for the roundings of their dtype."""
-    if accelerator:
-        as_accelerator(monkeypatch)
-    model = nn.Linear(60, 60).to(dtype)
-    average = AveragedModel(model, precision=precision, **RULES[rule]())
-    expected = torch.zeros(60, 60, dtype=torch.float64)
-    for step in range(1000):
-        drift(model, step)
-        average.update_parameters(model)
-        weight = 1.0 if step == 0 else 0.005 if rule == "ema" else 1 / (step + 1)
-        expected.lerp_(model.weight.detach().double(), weight)
-    assert average.module.weight.dtype == dtype
-    error = averages_of(average)["weight"] - expected
-    # Roundings are independent, and later steps damp those of step k: by 0.995 each in an exponential
-    # average, to k / n in an equal one. The sum of the squares is this.
-    damped = 1 / 0.01 if rule == "ema" else 1000 / 3
-    unit = torch.finfo(dtype).eps
-    # Half a unit at random.
-    rounding = unit / 2
-    assert error.abs().max() < 6 * rounding * damped**0.5 + 1e-5
-    assert error.mean().abs() < 6 * rounding * damped**0.5 / 60 + 1e-6
-
-
 def saved(average: Any, model: nn.Module, arguments: dict[str, Any], folder: Path) -> Any:
     """Return an average that was made from a saved state."""
     torch.save(average.state_dict(), folder / "average.pt")
@@ -227,20 +196,3 @@ def test_an_average_goes_on(way: str, rule: str, precision: Any, tmp_path: Path)
     ours, theirs = other.state_dict(), whole.state_dict()
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(tensor) for name, tensor in theirs.items())
-
-
-@pytest.mark.parametrize("precision", ["stochastic", "same"])
-def test_a_cast_keeps_the_value(precision: Any) -> None:
-    """An average that is cast to float32 goes on from its value."""
-    model = network(torch.bfloat16)
-    average = AveragedModel(model, precision=precision, multi_avg_fn=get_ema_multi_avg_fn(0.995))
-    for step in range(20):
-        drift(model, step)
-        average.update_parameters(model)
-    before = averages_of(average)
-    average.float()
-    drift(model, 20)
-    average.update_parameters(model)
-    for name, parameter in model.named_parameters():
-        expected = torch.lerp(before[name], parameter.detach().double(), 0.005)
-        torch.testing.assert_close(averages_of(average)[name], expected, rtol=1e-6, atol=1e-6)

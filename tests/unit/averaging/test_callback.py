@@ -1,5 +1,4 @@
 import copy
-import gc
 import io
 
 import pytest
@@ -154,24 +153,6 @@ def test_an_error_in_a_block(block, error) -> None:
     assert averages_and_weights(net, ema) == averages_and_weights(*loop(4)[::2])
 
 
-def test_hooks_in_a_block_see_its_weights() -> None:
-    """An evaluation that a library starts inside a block has the weights of the block."""
-    model, ema = two_averages()
-    seen = []
-    for block in ema.evaluating(index=1), ema.evaluating_training_weights():
-        with block:
-            ema.on_validation_start()
-            seen.append(model.weight.item())
-            ema.on_validation_end()
-            seen.append(model.weight.item())
-    ema.on_validation_start()
-    seen.append(model.weight.item())
-    ema.on_validation_end()
-
-    assert seen == [4.0, 4.0, 8.0, 8.0, 2.0]
-    assert model.weight.item() == 8.0
-
-
 @pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights"])
 def test_a_state_that_is_saved_in_a_block(name) -> None:
     """Whatever the model holds, the state has its training weights, and resumes from them."""
@@ -251,20 +232,6 @@ def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
     assert averages_and_weights(net, ema) == averages_and_weights(
         *loop(5, precision=precision)[::2]
     )
-
-
-def test_the_weights_come_back_with_a_lost_callback() -> None:
-    """A callback that is dropped in the middle of an evaluation takes nothing with it."""
-    net, _, ema = loop()
-    before = state_of(net)
-    ema.ema.detach()
-    ema.on_validation_start()
-    inside = same_state(net, before)
-    del ema
-    gc.collect()
-
-    assert not inside
-    assert same_state(net, before)
 
 
 @pytest.mark.parametrize("duplicate", COPIES)

@@ -96,20 +96,6 @@ def test_a_changed_model_is_refused_everywhere(change: str, call: str, is_paired
     OWN[call](callback)
 
 
-@for_each("change", ["gained", "lost", "gained a buffer"])
-@for_each("call", OTHER)
-def test_another_model_that_is_changed_is_refused(change: str, call: str) -> None:
-    """It is not written to."""
-    ema = begun().ema
-    other = copy.deepcopy(ema.model)
-    CHANGES[change][0](other)
-    before = state_of(other)
-    with pytest.raises(NameMismatchError, match=CHANGES[change][1]):
-        OTHER[call](ema, other)
-
-    assert same_state(other, before)
-
-
 @for_each("call", [call for call in OWN if call != "to"])
 def test_a_callback_follows_what_is_unfrozen_alone(call: str) -> None:
     """Layers that are new, in its model or in another one, are an error all the same."""

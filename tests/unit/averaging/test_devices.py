@@ -139,23 +139,6 @@ def test_an_update_can_be_part_of_a_cuda_graph() -> None:
     )
 
 
-@DEVICES
-def test_swapping_copies_nothing(device: str) -> None:
-    """The average is in the model while the block runs: the same memory, no other."""
-    net = model_of(torch.zeros(1000)).to(device)
-    ema = modkit.EMA(net)
-    ema.update()
-    average, raw = dict(ema.named_averages())["weight"].data_ptr(), net.weight.data_ptr()
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    with ema.applied():
-        inside = net.weight.data_ptr()
-        more = torch.cuda.memory_allocated() - before if device == "cuda" else 0
-
-    assert inside == average
-    assert net.weight.data_ptr() == raw
-    assert more == 0
-
-
 class Recurrent(modkit.nn.Module):
     """An LSTM of two layers and a classifier."""
 
@@ -268,18 +251,3 @@ def test_ema_below_another_default_device(precision: Any, policy: Any) -> None:
         assert average.device.type == "cpu"
         if name.startswith("0."):
             assert average.gt(0.0).all()
-
-
-@for_each("precision", PRECISIONS)
-@for_each("policy", ["ignore", "skip", "raise"])
-def test_averaged_model_below_another_default_device(precision: Any, policy: Any) -> None:
-    """The copy is where the model is, or on the device that was given."""
-    model = with_norm()
-    with torch.device("meta"):
-        average = swa_utils.AveragedModel(
-            model, torch.device("cpu"), precision=precision, on_nonfinite=policy
-        )
-        average.update_parameters(model)
-        set_weight(model, 4.0)
-        average.update_parameters(model)
-    assert all(parameter.eq(2.0).all() for parameter in average.module[:5].parameters())

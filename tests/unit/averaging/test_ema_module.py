@@ -50,21 +50,6 @@ def test_module_follows(precision: Any, dtype: torch.dtype) -> None:
         train(model, optimizer, step, step + 1)
 
 
-def test_module_shares_memory_with_averages_of_its_dtype() -> None:
-    """It needs none of its own, and a model that was read once follows by itself."""
-    model = network()
-    ema = modkit.EMA(model, 0.5)
-    set_to(model, 0.0)
-    ema.update()
-    module = ema.module
-    averages = dict(ema.named_averages())
-    for name, tensor in module.named_parameters():
-        assert tensor.data_ptr() == averages[name].data_ptr()
-    set_to(model, 4.0)
-    ema.update()
-    assert all(parameter.eq(2.0).all() for parameter in module.parameters())
-
-
 def change_back(ema: "modkit.EMA[Any]") -> None:
     """Load an earlier state."""
     state = copy.deepcopy(ema.state_dict())
@@ -105,6 +90,19 @@ def test_an_averaged_model_from_inference_mode_can_be_trained(
     assert not any(one.is_inference() for one in (*averaged.parameters(), *averaged.buffers()))
     assert all(parameter.grad is not None for parameter in averaged.parameters())
     assert averaged[0].weight.ne(before).any()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
+@for_each("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(3, 4))])
+def test_models_of_torchscript_can_be_averaged(compiled: Callable[[Any], Any]) -> None:
+    """A scripted module has no `requires_grad_()`; its copies need no gradients all the same."""
+    model = nn.Sequential(nn.Linear(4, 2))
+    ema = modkit.EMA(compiled(model), 0.5)
+    ema.update()
+    copies = ema.averaged_model(), ema.module
+
+    assert all(one(torch.ones(3, 4)).equal(model(torch.ones(3, 4))) for one in copies)
+    assert not any(one.training or any(p.requires_grad for p in one.parameters()) for one in copies)
 
 
 # --- references ------------------------------------------------------------------------------------

@@ -100,18 +100,6 @@ def test_options_of_the_state_win_and_are_told() -> None:
     assert averaged(ema).dtype == torch.float64
 
 
-def test_a_schedule_of_ones_own_stays() -> None:
-    """A function is not saved; the object keeps the one that it was given."""
-    source = modkit.EMA(model_of([1.0]), schedule=lambda n: n / (n + 1))
-    source.update()
-    own = modkit.EMA(model_of([1.0]), schedule=lambda n: 0.25)
-    own.load_state_dict(source.state_dict())
-    set_to(own.model, [5.0])
-    own.update()
-
-    assert averaged(own).item() == 4.0
-
-
 def test_the_average_of_torch_goes_on() -> None:
     """A state of torch's `AveragedModel` goes on with torch's bits, and comes back into torch's class."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

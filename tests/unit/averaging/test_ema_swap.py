@@ -274,6 +274,27 @@ def test_a_model_with_its_own_averages_can_be_copied(copied, is_inside) -> None:
     assert torch.equal(model.ema.averaged_model().linear.weight, expected - 1.0)
 
 
+def test_a_swap_that_ends_while_another_is_looked_up_hides_nothing(monkeypatch) -> None:
+    """Training weights are saved even if another thread leaves its block at that moment."""
+    from modkit.averaging.swap import Swap
+
+    first, second = half(network()), half(network())
+    position = Swap.position
+    with contextlib.ExitStack() as other:
+        other.enter_context(first.applied())
+
+        def leave(swap: Swap, tensor: torch.Tensor) -> int | None:
+            monkeypatch.undo()
+            other.close()
+            return position(swap, tensor)
+
+        with second.applied():
+            monkeypatch.setattr(Swap, "position", leave)
+            raw = second.state_dict()["raw"]
+
+    assert sorted(raw) == sorted(dict(second.named_averages()))
+
+
 # --- members that are replaced inside a block ----------------------------------------------------
 
 
@@ -342,6 +363,50 @@ def test_replaced_members_are_put_back(change, ending, policy) -> None:
     assert same_state(net, before)
     assert same_state(ema.averaged_model(), average)
     assert torch.equal(net.eval()(batch), expected)
+    ema.update()
+
+
+# How a layer computes its weight, and how that is ended. Hooks do it, except in the first one.
+COMPUTES = {
+    "parametrization": (
+        utils.parametrizations.weight_norm,
+        lambda layer: utils.parametrize.remove_parametrizations(layer, "weight"),
+    ),
+    "weight_norm": (utils.weight_norm, utils.remove_weight_norm),
+    "spectral_norm": (utils.spectral_norm, utils.remove_spectral_norm),
+    "mask": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 2),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
+@for_each("kind", COMPUTES)
+@for_each("policy", ["copy", "average", "ignore"])
+@for_each("grad_mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_computed_weight_is_put_back(kind, policy, grad_mode) -> None:
+    """It is computed as before; nothing that took its place is left, and nothing of it is missing."""
+    compute, end = COMPUTES[kind]
+    net = network()
+    compute(net[0])
+    ema = half(net, buffers=policy)
+    batch = torch.ones(3, 4)
+    expected = net.eval()(batch)
+    before, buffers = state_of(net), dict(net.named_buffers())
+
+    def work() -> None:
+        with grad_mode(), ema.applied():
+            end(net[0])
+
+    with pytest.raises(RuntimeError, match=r"0\.\S*weight\S* or its module, was replaced"):
+        work()
+
+    assert same_state(net, before)
+    assert {name: id(b) for name, b in net.named_buffers()} == {
+        n: id(b) for n, b in buffers.items()
+    }
+    assert torch.equal(net(batch), expected)
     ema.update()
 
 
@@ -515,20 +580,6 @@ def test_buffers_that_are_no_state_are_the_models(kind: str, place: str, buffers
     assert model.position.equal(expected.position)
     assert "position" not in dict(callback.ema.named_averages())
     assert callback.ema.state_dict()["buffers"].keys() <= {"layer.x"}
-
-
-def test_a_glob_asks_for_a_buffer_that_is_no_state() -> None:
-    """Then it is copied, or averaged, as one of the state."""
-    model = Cached("sum", persistent=False)
-    found = {}
-    for policy in "copy", "average":
-        ema = modkit.EMA(model, 0.5, buffers={"pos*": policy})
-        for value in 0.0, 2.0:
-            model.position.fill_(value)
-            ema.update()
-        found[policy] = dict(ema.named_averages())["position"].tolist()
-
-    assert found == {"copy": [2.0] * 4, "average": [1.0] * 4}
 
 
 @for_each("policy", ["copy", "average"])

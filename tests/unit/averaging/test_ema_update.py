@@ -26,19 +26,6 @@ from tests.unit.averaging.recipes import (
 )
 
 
-@for_each("every", [1, 2, 5, 10])
-def test_update_every_keeps_the_memory(every: int) -> None:
-    """After a jump, what is left of the old value depends on the steps, not on how often it is asked."""
-    model = model_of(1.0, torch.float64)
-    ema = modkit.EMA(model, decay=0.99, update_every=every)
-    ema.update()
-    set_to(model, 0.0)
-    for _ in range(200):
-        ema.update()
-
-    assert averaged(ema).item() == pytest.approx(0.99**200, rel=1e-9)
-
-
 # --- matching --------------------------------------------------------------------------------------
 
 
@@ -156,45 +143,6 @@ def test_a_first_update_may_run_out_of_memory(decays) -> None:
         assert all(torch.equal(averages[name], p) for name, p in model.named_parameters())
 
 
-@for_each(
-    "change",
-    [
-        lambda net: net.double(),
-        lambda net: net.half(),
-        lambda net: setattr(net[0].weight, "data", torch.full_like(net[0].weight, 2.0)),
-        lambda net: setattr(net[0], "weight", nn.Parameter(torch.full_like(net[0].weight, 2.0))),
-        lambda net: setattr(net, "0", nn.Linear(4, 6)),
-    ],
-    ids=["double", "half", "data", "parameter", "module"],
-)
-def test_updates_follow_the_model(change) -> None:
-    """After a cast or a replacement the next update takes the new values."""
-    net = network()
-    ema = modkit.EMA(net, decay=0.5)
-    ema.update()
-    old = averaged(ema, "0.weight").clone()
-    change(net)
-    ema.update()
-
-    torch.testing.assert_close(averaged(ema, "0.weight"), (old + net[0].weight.float()) / 2)
-
-
-def test_a_tied_weight_is_averaged_once() -> None:
-    """A weight with two names loses a tenth in a step with decay 0.9, not a fifth."""
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight = net[0].weight
-    set_to(net, torch.tensor(1.0))
-    ema = modkit.EMA(net, decay=0.9)
-    ema.update()
-    set_to(net, torch.tensor(0.0))
-    ema.update()
-    model = ema.averaged_model()
-
-    assert [name for name, _ in ema.named_averages()] == ["0.weight"]
-    torch.testing.assert_close(averaged(ema, "0.weight"), torch.full((2, 2), 0.9))
-    assert model[0].weight is model[1].weight
-
-
 def test_include_and_exclude() -> None:
     """Globs and functions choose parameters; the others stay as the model has them."""
     net = network()
@@ -212,22 +160,6 @@ def test_include_and_exclude() -> None:
 
 
 # --- buffers ---------------------------------------------------------------------------------------
-
-
-def test_an_averaged_buffer_may_be_replaced() -> None:
-    """A forward may register another tensor of the same shape, whose values enter the average."""
-    model = model_of(0.0)
-    model.register_buffer("mean", torch.zeros(2))
-    ema = modkit.EMA(model, decay=0.5, buffers="average")
-    ema.update()
-    ema.update()
-    found = []
-    for value in (8.0, 16.0):
-        model.mean = torch.full((2,), value)
-        ema.update()
-        found.append(averaged(ema, "mean").tolist())
-
-    assert found == [[4.0, 4.0], [10.0, 10.0]]
 
 
 def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:

@@ -141,20 +141,6 @@ def test_batches_of_several_inputs(face: str, batch: Any, call: Any) -> None:
     assert freeze(dict(found.net.state_dict())) == freeze(dict(expected.state_dict()))
 
 
-def test_an_update_that_is_not_due_keeps_them() -> None:
-    """The averaged weights are the same, so their statistics are too."""
-    ema = trained(update_every=3)
-    ema.update_bn(batches())
-    before = freeze(dict(ema.averaged_model().state_dict()))
-    ema.update()
-    ema.update()
-    kept = freeze(dict(ema.averaged_model().state_dict()))
-    ema.update()
-
-    assert kept == before
-    assert freeze(dict(ema.averaged_model().state_dict())) != before
-
-
 def loaded(ema: Any, load: Callable[[Any], object]) -> Any:
     """Return another EMA, which loads the state."""
     other = modkit.EMA(network(), [0.5, 0.9], buffers=ema._engine.options.buffers)
@@ -210,22 +196,6 @@ def test_they_are_exported(tmp_path: Path) -> None:
     assert freeze(dict(found)) == freeze(dict(by_torch(ema, 0).state_dict()))
 
 
-@for_each("buffers", POLICIES, ids=str)
-@for_each("index", [0, 1])
-def test_restore_undoes_copy_to(buffers: Any, index: int) -> None:
-    """The model's own statistics return."""
-    ema = trained(buffers=buffers)
-    ema.update_bn(batches(), index=index)
-    before = held(ema.model)
-    ema.store()
-    ema.copy_to(index=index)
-    during = held(ema.model)
-    ema.restore()
-
-    assert during != before
-    assert held(ema.model) == before
-
-
 def test_moving_keeps_them_and_rebinding_drops_them() -> None:
     """After a change of the model they may not fit."""
     ema = trained(buffers="ignore")
@@ -237,6 +207,19 @@ def test_moving_keeps_them_and_rebinding_drops_them() -> None:
 
     assert moved["1.running_mean"].equal(expected)
     assert sorted(dict(ema.averaged_model().named_buffers())) == []
+
+
+def test_a_model_without_batch_normalization_is_left_alone() -> None:
+    """As torch's function does, it reads no data."""
+    model = nn.Linear(2, 2)
+    ema = modkit.EMA(model)
+    ema.update()
+    before = freeze(ema.state_dict())
+    loader = iter([torch.ones(1, 2)])
+    ema.update_bn(loader)
+
+    assert len(list(loader)) == 1
+    assert freeze(ema.state_dict()) == before
 
 
 # --- refused ---------------------------------------------------------------------------------------

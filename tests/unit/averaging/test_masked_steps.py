@@ -288,23 +288,6 @@ def test_a_run_is_the_one_without_its_bad_steps(
     assert whole.step == good.step + 5 * every
 
 
-@for_each("arguments", [{}, {"avg_fn": get_swa_avg_fn()}, {"multi_avg_fn": get_swa_multi_avg_fn()}])
-@for_each("bad", [NAN, INF])
-def test_the_equal_average_is_the_mean_of_the_finite_models(arguments: Any, bad: float) -> None:
-    """Both faces agree: the mean of 1 and 3, whatever was skipped."""
-    model = model_of(0.0)
-    ema = modkit.EMA(model, schedule=schedules.Equal(), on_nonfinite="skip")
-    average = AveragedModel(model, on_nonfinite="skip", **arguments)
-    for value in bad, 1.0, bad, bad, 3.0:
-        set_to(model, value)
-        ema.update()
-        average.update_parameters(model)
-
-    assert averaged(ema).item() == average.module.weight.item() == 2.0
-    assert ema.n_averaged == average.n_averaged == 2
-    assert ema.step == 5
-
-
 @for_each("options", OPTIONS)
 @for_each("stop", range(1, 24))
 def test_a_resumed_run_goes_on_after_skipped_steps(options: Any, stop: int) -> None:

@@ -1,10 +1,7 @@
 """The memory of averages: copies have their own, files are as large as the tensors, nothing is kept alive."""
 
 import gc
-import pickle
 import weakref
-from collections.abc import Callable
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +13,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.cases import for_each
-from tests.unit.averaging.recipes import COPIES, PRECISIONS, layers, set_to, walk
-
-
-@pytest.mark.parametrize("copied", COPIES)
-def test_a_copy_of_an_averaged_model_is_updated(copied: Callable[..., Any]) -> None:
-    """Its parameters are independent, and stay in shared memory where they are in it."""
-    model = layers()
-    average = AveragedModel(model)
-    average.update_parameters(model)
-    other = copied(average)
-    set_to(model, 4.0)
-    other.update_parameters(model)
-    assert all(parameter.eq(0.0).all() for parameter in average.parameters())
-    assert all(parameter.eq(2.0).all() for parameter in other.parameters())
-    other.share_memory()
-    # A spawned process gets shared memory.
-    again = pickle.loads(ForkingPickler.dumps(other))
-    assert all(parameter.is_shared() for parameter in again.parameters())
-    again.update_parameters(model)
-    assert all(parameter.gt(2.0).all() for parameter in other.parameters())
+from tests.unit.averaging.recipes import PRECISIONS, layers, walk
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -72,22 +50,6 @@ def tensors_in(state: Any) -> dict[str, Tensor]:
         return {}
     items = state.items() if isinstance(state, dict) else enumerate(state)
     return {f"{key}/{path}": t for key, value in items for path, t in tensors_in(value).items()}
-
-
-def test_every_shape_is_averaged() -> None:
-    """In a zoo of tensors each average is that of an EMA of this parameter alone."""
-    model = zoo()
-    ema = modkit.EMA(model, 0.5, precision="same")
-    names = [name for name, _ in model.named_parameters()]
-    single = {name: modkit.EMA(model, 0.5, precision="same", include=name) for name in names}
-    for seed in range(4):
-        walk(model, seed)
-        ema.update()
-        for one in single.values():
-            one.update()
-    averages = dict(ema.named_averages())
-    for name in names:
-        assert averages[name].equal(dict(single[name].named_averages())[name]), name
 
 
 @for_each("precision", PRECISIONS)

@@ -1,7 +1,5 @@
 """Options and arguments that would have no effect, or another one, are refused where they are given."""
 
-import copy
-import pickle
 import re
 from typing import Any
 
@@ -10,6 +8,7 @@ import torch
 from torch import nn
 
 import modkit
+from modkit import schedules
 from modkit.averaging.callback import check_options
 from modkit.distributed import export_average
 from modkit.optim.swa_utils import AveragedModel
@@ -81,18 +80,6 @@ def test_globs_of_a_second_name() -> None:
             face(model, exclude="head.*")
 
 
-def test_globs_after_a_change_of_the_model() -> None:
-    """Once averaging has begun, what a glob has matched may go."""
-    model = network()
-    ema = modkit.EMA(model, exclude="3.*")
-    ema.update()
-    del model[3]
-    ema.rebind()
-    ema.update()
-
-    assert {name for name, _ in ema.named_averages()} >= {"0.weight", "0.bias"}
-
-
 def test_globs_of_callbacks_without_a_model() -> None:
     """The trainers' callbacks check options before there is a model, whose names they cannot know."""
     check_options(0.9, 0, {"include": "net.*", "buffers": {"net.*": "average"}})
@@ -148,20 +135,25 @@ def test_an_index_that_no_average_has(
 NUMBER = "must be a number, a schedule or a function of the step"
 
 
+@for_each("face", [modkit.EMA, modkit.EMACallback])
+@for_each(
+    ("options", "message"),
+    [
+        ({"decay": "0.99"}, f"EMA: decay {NUMBER}, got '0.99'"),
+        ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
+        ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
+        ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
+        ({"schedule": schedules.Equal}, r"EMA: schedule must be an instance, such as Equal\(...\)"),
+        ({"schedule": [0.5, schedules.Power]}, r"EMA: schedule must be an instance, such as Power"),
+    ],
+)
+def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str) -> None:
+    """The error names the argument and the whole value."""
+    with pytest.raises(TypeError, match=message):
+        face(network(), **options)
+
+
 # --- delays that are set later -------------------------------------------------------------------------
-
-
-def test_delays_that_are_set_to_other_numbers() -> None:
-    """The next updates follow them, in copies too, and the state holds them."""
-    ema: Any = modkit.EMA(model_of(torch.zeros(2)), 0.5)
-    ema.update_every = 3
-    ema.update_after_step = 2
-    for one in (ema, copy.deepcopy(ema), pickle.loads(pickle.dumps(ema))):
-        for _ in range(6):
-            one.update()
-        assert (one.update_every, one.update_after_step, one.n_averaged) == (3, 2, 2)
-        state = one.state_dict()
-        assert (state["update_every"], state["update_after_step"]) == (3, 2)
 
 
 def test_a_model_that_contains_itself_is_named():

@@ -253,26 +253,6 @@ def test_a_switch_of_torch_ema():
     check_each_switch(mid_run.TorchEma)
 
 
-@for_each(
-    ("kind", "calls"), [(mid_run.Diffusers, 1000), (mid_run.TorchEma, 999), (mid_run.Timm, 1000)]
-)
-def test_calls_are_calls_with_update_every(kind, calls):
-    """Libraries without that option count calls; modkit counts as if it had been there from the first."""
-    theirs = kind(mid_run.network())
-    for _ in range(calls):
-        theirs.update()
-    ema, reference = (
-        modkit.EMA(theirs.model, schedule=schedules.CountWarmup(0.95), update_every=10)
-        for _ in range(2)
-    )
-    for _ in range(1000):
-        reference.update()
-
-    ema.load_state_dict(theirs.state_dict(), **theirs.arguments())
-
-    assert (ema.step, ema.n_averaged) == (reference.step, reference.n_averaged) == (1000, 100)
-
-
 def test_the_options_of_a_state_replace_those_of_the_ema():
     """The delay of diffusers is in its state, and a state of torch_ema has begun."""
     late = mid_run.Diffusers(mid_run.network(), after=5)

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from modkit.averaging.posthoc import find_snapshots, fit_power, reconstruct, save_snapshot
 from modkit.errors import FileError, NameMismatchError
-from modkit.schedules import Power, profile
+from modkit.schedules import Power
 from tests.cases import for_each
-from tests.processes import python
 
 
 def walk(steps, size):
@@ -56,25 +54,6 @@ def test_extrapolation_is_refused(tmp_path, sigma_rel, step, text):
 
     with pytest.raises(ValueError, match=text):
         reconstruct(tmp_path, sigma_rel, step=step)
-
-
-def test_buffers_are_those_of_the_latest_snapshot(tmp_path):
-    """Tensors that are not averaged are not combined, since some coefficients are negative."""
-    for step in (100, 200):
-        for sigma_rel in (0.05, 0.1):
-            save_snapshot(
-                tmp_path,
-                {"weight": torch.ones(1)},
-                buffers={"running_var": torch.tensor([float(step)])},
-                step=step,
-                sigma_rel=sigma_rel,
-            )
-
-    result = reconstruct(tmp_path, 0.08, max_error=1)
-
-    assert min(result.fit.coefficients) < 0
-    assert result.buffers["running_var"].tolist() == [200.0]
-    assert result.averages["weight"].tolist() == pytest.approx([1.0], rel=1e-6)
 
 
 def test_slices_are_saved_alone(tmp_path):
@@ -127,46 +106,6 @@ def test_snapshots_of_different_models(tmp_path):
             reconstruct(folder, 0.15, max_error=5)
 
 
-# A process that has not freed memory, since reusing it would not be counted.
-MEASURED = """
-import re, sys
-from pathlib import Path
-from modkit.averaging.posthoc import reconstruct
-
-def resident(line):
-    text = Path("/proc/self/status").read_text(encoding="ascii")
-    return int(re.search(rf"{line}:\\s+(\\d+) kB", text)[1]) * 1024
-
-reconstruct(sys.argv[2], 0.15, max_error=1)  # loads the code that it needs
-Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-before = resident("VmRSS")
-result = reconstruct(sys.argv[1], 0.15, max_error=1)
-print(len(result.snapshots), resident("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="reads Linux's memory counters"
-)
-def test_peak_memory(tmp_path):
-    """Combining twelve snapshots takes the memory of the result and of one of them."""
-    numel = 2_000_000
-    large, small = tmp_path / "large", tmp_path / "small"
-    for step in range(100, 700, 100):
-        for sigma_rel in (0.05, 0.1):
-            tensors = {f"weight{i}": torch.full((numel // 4,), float(step)) for i in range(4)}
-            save_snapshot(large, tensors, step=step, sigma_rel=sigma_rel)
-            save_snapshot(small, {"weight": torch.ones(1)}, step=step, sigma_rel=sigma_rel)
-    script = tmp_path / "measure.py"
-    script.write_text(MEASURED, encoding="utf-8")
-    found = python(script, large, small)
-    count, peak = map(int, found.stdout.split())
-
-    size = numel * 4
-    assert count == 12
-    assert size / 2 <= peak <= 2.75 * size
-
-
 @pytest.mark.parametrize("later", [torch.float32, torch.complex64])
 def test_real_and_complex_snapshots_do_not_fit(later, tmp_path):
     """An average that is real in one file and complex in another is refused, with the file's name."""
@@ -217,23 +156,6 @@ def test_coefficients_are_those_of_edm2(every, last, sigma_rel):
     reference = edm2_coefficients(averages, sigma_rel, last)
     assert np.abs(np.array(fit.coefficients) - reference).max() <= 1e-10
     assert math.fsum(fit.coefficients) == pytest.approx(1, abs=1e-12)
-
-
-@for_each("sigma_rel", [0.03, 0.15])
-def test_error_is_the_distance_of_the_profiles(sigma_rel):
-    """The error is that of the weights of all steps, added up as a fine sum of a long run."""
-    averages = grid((0.05, 0.1), 2000, 20_000)
-    fit = fit_power(averages, sigma_rel, 20_000)
-
-    combined = torch.zeros(20_000, dtype=torch.float64)
-    for (width, at), coefficient in zip(averages, fit.coefficients, strict=True):
-        weights = torch.tensor(profile(Power(width), at - 1), dtype=torch.float64)
-        combined[:at] += coefficient * weights
-    wanted = torch.tensor(profile(Power(sigma_rel), 19_999), dtype=torch.float64)
-
-    distance = (combined - wanted).norm() / wanted.norm()
-    assert fit.error == pytest.approx(float(distance), rel=0.01)
-    assert fit.bound == pytest.approx(float((combined - wanted).norm()) * 20_000**0.5, rel=0.01)
 
 
 @for_each(

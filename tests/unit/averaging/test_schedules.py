@@ -100,23 +100,6 @@ def test_formula(schedule, reference):
     assert schedule(-5) == 0.0
 
 
-@for_each(
-    "schedule",
-    [*EXAMPLES, Custom(lambda n: n / (n + 3))],
-    ids=[*map(repr, EXAMPLES), "Custom"],
-)
-@for_each(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
-def test_decay_of_several_steps(schedule, n, k):
-    """The decay of k steps together is the product of their decays, except that Equal counts models."""
-    product = math.prod(schedule(step) for step in range(n - k + 1, n + 1))
-
-    together = schedule.over(n, k)
-
-    assert together == pytest.approx(
-        n / (n + k) if isinstance(schedule, Equal) else product, rel=1e-12
-    )
-
-
 @for_each("k", [1, 10])
 @for_each("schedule", [*EXAMPLES, Custom(lambda n: n / (n + 2)), PerUpdate(0.9)], ids=repr)
 def test_an_average_has_the_weights_of_the_profile(schedule, k):
