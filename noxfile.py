@@ -73,7 +73,7 @@ DOCUMENTED = tuple(
         *("distributed.py", "errors.py", "_fast_inference/__init__.py", "files/checkpoints.py"),
         *("files/inspect.py", "integrations", "jit/_save_and_load.py", "jit/_script_module.py"),
         *("jit/_script_trace_freeze.py", "migrations/declarations.py", "migrations/files.py"),
-        *("migrations/recorded.py", "migrations/state_dicts.py", "migrations/steps.py", "models"),
+        *("migrations/state_dicts.py", "migrations/steps.py", "models"),
         *("nn/_attributes.py", "nn/_conversion.py", "nn/_hooks.py", "nn/_load_matching.py"),
         *("nn/_load_state_dict.py", "nn/_traversal.py", "optim"),
     )

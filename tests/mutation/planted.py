@@ -292,8 +292,8 @@ _IN_MIGRATIONS: Final = [
     Bug(
         "patterns: a pattern that matches a part of a name",
         "migrations/patterns.py",
-        'return bool(part) if segment == "*" else segment == part',
-        'return bool(part) if segment == "*" else segment in part',
+        'return part != "" if segment in _WILDCARDS else segment == part',
+        'return part != "" if segment in _WILDCARDS else segment in part',
         _MIGRATIONS + "/test_migrate.py",
     ),
     Bug(
@@ -304,10 +304,10 @@ _IN_MIGRATIONS: Final = [
         _MIGRATIONS + "/test_refusals.py",
     ),
     Bug(
-        "optimizers: a merged parameter of several groups",
+        "optimizers: a new parameter of one of several groups",
         "migrations/optimizers.py",
-        "if len(candidates) != 1:",
-        "if not candidates:",
+        "if len(groups) > 1:",
+        "if not groups:",
         _MIGRATIONS + "/test_optimizers.py",
     ),
 ]

@@ -3,14 +3,12 @@
 from modkit._namespace import publish_all
 from modkit.migrations.declarations import declare
 from modkit.migrations.files import migrate_file
-from modkit.migrations.recorded import assert_recorded
 from modkit.migrations.state_dicts import migrate, plan
 from modkit.migrations.steps import add, convert, drop, merge, rename, split
 
 
 __all__ = [
     "add",
-    "assert_recorded",
     "convert",
     "declare",
     "drop",

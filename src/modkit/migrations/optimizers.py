@@ -40,27 +40,31 @@ def migrate_optimizer(
         group_of.update(dict.fromkeys(group_names, number))
 
     state = optimizer_state["state"]
-    slots = {name: Slots(state.get(key, {}), (name,)) for key, name in names.items()}
+    slots = {name: Slots(state.get(key, {})) for key, name in names.items()}
     migrated = dict(migrate_names(slots))
 
+    # By identity: the name alone has changed.
+    old_names = {id(value): name for name, value in slots.items()}
     members: list[list[str]] = [[] for _ in groups]
     in_order = [name for name in parameters if name in migrated]
     for name in dict.fromkeys((*in_order, *migrated)):
-        value = migrated[name]
-        if isinstance(value, Slots):
-            _check_shape(name, value, slots, parameters)
-            candidates = {group_of[source] for source in value.sources}
+        if is_numbered and name not in parameters:
+            # Torch loads by position, and the model of another version may have another order.
+            raise MigrationError(
+                f"{name} is not a parameter of the model, so its number is not known; migrate what "
+                "get_optimizer_state_dict() returns"
+            )
+        old_name = old_names.get(id(migrated[name]))
+        if old_name is not None:
+            members[group_of[old_name]].append(name)
         elif name in parameters:
             # A tensor that a step has added: the optimizer has no state for it yet.
-            candidates = {*range(len(groups))}
-        else:
-            continue
-        if len(candidates) != 1:
-            raise MigrationError(
-                f"{name} may belong to any of {len(candidates)} parameter groups of the optimizer; "
-                "migrate the state of an optimizer with one group"
-            )
-        members[candidates.pop()].append(name)
+            if len(groups) > 1:
+                raise MigrationError(
+                    f"{name} may belong to any of {len(groups)} parameter groups of the optimizer; "
+                    "migrate the state of an optimizer with one group"
+                )
+            members[0].append(name)
 
     keys: dict[str, Any] = {}
     numbers = count()
@@ -75,23 +79,3 @@ def migrate_optimizer(
         if isinstance(value, Slots) and value
     }
     return {"state": new_state, "param_groups": groups}
-
-
-def _check_shape(
-    name: str,
-    value: Slots,
-    slots: Mapping[str, Slots],
-    parameters: Mapping[str, torch.Tensor],
-) -> None:
-    """Refuse what was computed from sums over rows and columns, which may have one size."""
-    if value is slots[value.sources[0]] or value.shape is None:
-        return
-    # The model has either the new parameter or, on the way back, the one that was split.
-    shapes = {source: slots[source].shape for source in value.sources} | {name: value.shape}
-    known = {n: parameters[n] for n in shapes if n in parameters}
-    fits = (torch.nn.parameter.is_lazy(p) or p.shape == shapes[n] for n, p in known.items())
-    if known and not any(fits):
-        raise MigrationError(
-            f"the optimizer has tensors of shape {list(value.shape)} for {name}, which is not that "
-            "of the parameter; factored ones, as of Adafactor, cannot be joined or split"
-        )

@@ -22,6 +22,8 @@ def check_pattern(pattern: object) -> None:
                 f"{pattern!r} is not a name of tensors: parts are separated by single dots, and "
                 "* or ** stands for whole parts"
             )
+    if pattern.split(".").count("**") > 1:
+        raise TypeError(f"{pattern!r} has several **, so a name could be read in several ways")
 
 
 class Match(NamedTuple):
@@ -32,10 +34,7 @@ class Match(NamedTuple):
 
 
 def matches(pattern: str, names: Collection[str]) -> Iterator[Match]:
-    """Yield a match for each name that is of the pattern, with as much as possible in each ``**``.
-
-    A name comes from a file, and takes time linear in its length.
-    """
+    """Yield a match for each name that is of the pattern."""
     if not wildcards(pattern):
         # A full name is looked up, since a module may have thousands of tensors.
         if pattern in names:
@@ -51,40 +50,20 @@ def matches(pattern: str, names: Collection[str]) -> Iterator[Match]:
 
 def _values(pattern: list[str], parts: list[str]) -> tuple[str, ...] | None:
     """Return the values of the wildcards of a pattern in the parts of a name, or None."""
-    if len(parts) < len(pattern):
+    if "**" in pattern:
+        # What the other segments leave; a name comes from a file, and there is one reading.
+        start = pattern.index("**")
+        end = len(parts) - (len(pattern) - start - 1)
+        parts = [*parts[:start], ".".join(parts[start:end]), *parts[max(start, end) :]]
+    if len(parts) != len(pattern) or not all(map(_fits, pattern, parts)):
         return None
-    # Most names differ in the first or the last part.
-    for segment, part in (pattern[0], parts[0]), (pattern[-1], parts[-1]):
-        if segment != part and segment not in _WILDCARDS:
-            return None
-
-    # From the end: where the rest of the pattern may begin to match the rest of the name.
-    begins = [{len(parts)}]
-    for segment in reversed(pattern):
-        rest = begins[-1]
-        if segment == "**":
-            # One part or more, up to the last place where the rest may begin; not an empty one.
-            last = max(rest, default=0)
-            begin = {i for i in range(last) if parts[i] or i + 1 < last}
-        else:
-            begin = {i - 1 for i in rest if i and _fits(segment, parts[i - 1])}
-        begins.append(begin)
-
-    position = 0
-    if position not in begins.pop():
-        return None
-    values: list[str] = []
-    for segment in pattern:
-        rest = begins.pop()
-        end = max(rest) if segment == "**" else position + 1
-        if segment in _WILDCARDS:
-            values.append(".".join(parts[position:end]))
-        position = end
-    return tuple(values)
+    return tuple(
+        part for segment, part in zip(pattern, parts, strict=True) if segment in _WILDCARDS
+    )
 
 
 def _fits(segment: str, part: str) -> bool:
-    return bool(part) if segment == "*" else segment == part
+    return part != "" if segment in _WILDCARDS else segment == part
 
 
 def filled(pattern: str, values: Sequence[str]) -> str:

@@ -4,9 +4,6 @@ Steps name tensors relative to the class that declares them. A pattern matches w
 old and the new names of a step have the same wildcards, so that each renaming has an inverse.
 """
 
-import copy
-import inspect
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,27 +48,12 @@ class UndecidableError(MigrationError):
 
 
 class Slots(dict[str, Any]):
-    """The state that an optimizer has for one parameter: tensors of its shape, and scalars.
-
-    Args:
-        state: The entries of the optimizer's state for the parameter.
-        sources: The names of the parameters that it is made of.
-
-    Attributes:
-        sources: The argument.
-        shape: The shape of the parameter; None if no tensor of the state has more than a scalar.
-    """
-
-    def __init__(self, state: Mapping[str, Any], sources: Sequence[str]) -> None:
-        super().__init__(state)
-        self.sources = sources
-        shapes = [value.shape for value in state.values() if isinstance(value, Tensor)]
-        self.shape: torch.Size | None = next((shape for shape in shapes if shape), None)
+    """The state that an optimizer has for one parameter, which steps rename and drop."""
 
 
 # A step computes from tensors of exactly these types: shards and quantized tensors would be joined
 # or split along the wrong elements.
-_COMPUTED_FROM: Final = (Lazy, Slots, Tensor, torch.nn.Parameter)
+_COMPUTED_FROM: Final = (Lazy, Tensor, torch.nn.Parameter)
 
 
 @dataclass(frozen=True, eq=False)
@@ -331,9 +313,9 @@ def convert(
 ) -> Step:
     """Compute tensors: transposes, interleaved heads, and all that no other step does.
 
-    Functions take the tensors, or the module and the tensors if they have one required argument
-    more. They return a tensor or a list. They must also work on meta tensors, which is how shapes
-    are found.
+    Functions take the tensors, and the module before them if their first argument is called
+    ``module``. They return a tensor or a list. They must also work on meta tensors, which is how
+    shapes are found.
 
     Args:
         names: One or several names in older versions.
@@ -355,8 +337,8 @@ def convert(
     """
     old = _as_tuple(names)
     targets = old if new is None else _as_tuple(new)
-    upward = _with_module(up, len(old))
-    downward = None if down is None else _with_module(down, len(targets))
+    upward = _with_module(up)
+    downward = None if down is None else _with_module(down)
     return Step("convert", old, targets, up=upward, down=downward)
 
 
@@ -364,45 +346,27 @@ def _as_tuple(names: Names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def _with_module(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+def _with_module(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``f(module, *tensors)`` for a function that may take the tensors alone."""
     if not callable(function):
         raise TypeError(f"convert: {function!r} is not a function")
+    # Not from the signature: functions of torch have none, and Python 3.14 evaluates annotations
+    # for it, which may be for type checkers only.
+    code = getattr(function, "__code__", None)
+    if code is not None and code.co_varnames[: min(1, code.co_argcount)] == ("module",):
+        return function
 
-    def without_module(module: torch.nn.Module, *tensors: Tensor) -> Any:
+    def without_module(_: torch.nn.Module, *tensors: Tensor) -> Any:
         return function(*tensors)
 
-    try:
-        parameters = _signature(function).parameters.values()
-    except (TypeError, ValueError):
-        # Functions of torch that are written in C++ have no signature, and take tensors.
-        return without_module
-
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = sum(
-        parameter.kind in positional and parameter.default is parameter.empty
-        for parameter in parameters
-    )
-    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
-    if required == count + 1 or (takes_any and required == 1):
-        return function
     return without_module
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return a signature without the values of annotations, which may be for type checkers only."""
-    if sys.version_info >= (3, 14):
-        from annotationlib import Format
-
-        return inspect.signature(function, annotation_format=Format.FORWARDREF)
-    return inspect.signature(function)
 
 
 def shape_of(value: Any) -> torch.Size | None:
     """Return the shape of an entry; None if it has none."""
     if isinstance(value, Lazy):
         return value.meta.shape
-    return value.shape if isinstance(value, (Tensor, Slots)) else None
+    return value.shape if isinstance(value, Tensor) else None
 
 
 def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]:
@@ -427,7 +391,6 @@ def apply(step: Step, module: torch.nn.Module, entries: Entries) -> list[Change]
 
 def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries:
     """Return the entries after the applications of a step, in a dict of their own."""
-    # New entries take the position of the first one that they are made of; the others come last.
     # A name that is consumed may be given anew: steps exchange names.
     consumed = {name for change in changes for name in change.sources}
     remaining = [name for name in entries if name not in consumed]
@@ -439,16 +402,9 @@ def replaced(step: Step, entries: Entries, changes: Sequence[Change]) -> Entries
                     "the step would have no inverse; declare narrower patterns"
                 )
 
-    # Groups of new entries by the entry whose position they take.
-    groups: dict[str, Entries] = {
-        name: {} if name in consumed else {name: value} for name, value in entries.items()
-    }
+    result = {name: entries[name] for name in remaining}
     for change in changes:
-        position = change.sources[0] if change.sources else ""
-        groups.setdefault(position, {}).update(zip(change.targets, change.outputs, strict=True))
-    result: Entries = {}
-    for group in groups.values():
-        for name, value in group.items():
+        for name, value in zip(change.targets, change.outputs, strict=True):
             if name in result:
                 raise MigrationError(f"{step}: two tensors would get the name {name}")
             result[name] = value
@@ -496,6 +452,11 @@ def _computed(
 ) -> list[Any]:
     """Return what a step computes, of the kind that it is computed from."""
     for name, value in zip(names, values, strict=True):
+        if isinstance(value, Slots):
+            raise UndecidableError(
+                f"{step}: the state of an optimizer for {name} cannot be computed; begin with a "
+                "new optimizer"
+            )
         is_quantized = getattr(value, "is_quantized", False)
         if type(value) not in _COMPUTED_FROM or is_quantized:
             kind = "quantized tensor" if is_quantized else type(value).__name__
@@ -506,8 +467,6 @@ def _computed(
                 "sharded or quantized"
             )
 
-    if any(isinstance(value, Slots) for value in values):
-        return _computed_slots(step, module, names, values)
     if any(isinstance(value, Lazy) for value in values):
         return _computed_later(step, module, values)
     return _results(step, module, values)
@@ -558,47 +517,3 @@ def _computed_later(step: Step, module: torch.nn.Module, values: Sequence[Any]) 
 
     results = _results(step, module, metas)
     return [Lazy(meta, partial(read, number)) for number, meta in enumerate(results)]
-
-
-def _computed_slots(
-    step: Step, module: torch.nn.Module, names: Sequence[str], values: Sequence[Slots]
-) -> list[Slots]:
-    """Merge or split the state of an optimizer: tensors as the parameter, scalars as they are."""
-    if step.kind not in {"merge", "split"}:
-        raise UndecidableError(
-            f"{step}: the state of an optimizer for {names[0]} cannot be computed"
-        )
-
-    inputs = {key: [slots.get(key) for slots in values] for slots in values for key in slots}
-    outputs: dict[str, list[Any]] = {}
-    for key, tensors in inputs.items():
-        pairs = zip(tensors, values, strict=True)
-        if all(
-            isinstance(tensor, Tensor) and tensor.shape == slots.shape for tensor, slots in pairs
-        ):
-            outputs[key] = _computed(step, module, names, tensors)
-
-    if not outputs and step.stacked and wildcards(step.new[0]):
-        raise MigrationError(
-            f"{step}: the optimizer has no tensors for {names[0]}, so the number of parts is "
-            "unknown"
-        )
-    count = len(next(iter(outputs.values()), step.new))
-    for key, scalars in inputs.items():
-        if key in outputs:
-            continue
-        if not all(_is_scalar(scalar) and bool(scalar == scalars[0]) for scalar in scalars):
-            raise MigrationError(
-                f"{step}: {key!r} of the optimizer differs among {', '.join(names)}"
-            )
-        # Copied: an optimizer changes the ``step`` of each parameter in place.
-        outputs[key] = [copy.deepcopy(scalars[0]) for _ in range(count)]
-
-    sources = [source for slots in values for source in slots.sources]
-    return [
-        Slots({key: outputs[key][number] for key in inputs}, sources) for number in range(count)
-    ]
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)

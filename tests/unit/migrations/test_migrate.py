@@ -123,7 +123,7 @@ def test_plan_reads_no_tensor():
     ],
 )
 def test_functions_of_convert(convert):
-    """A function takes the tensors, or the module first; its results have memory of their own."""
+    """A function may take the module first, by name; its results have memory of their own."""
     value = torch.arange(6.0).reshape(2, 3)
     model = declared({2: [mig.convert("w", convert, convert)]}, w=torch.zeros(3, 2))
 
@@ -368,7 +368,7 @@ def test_patterns_match_whole_names():
     ):
         model = declared({2: [step]}, x=torch.ones(1))
 
-        assert list(mig.migrate(model, old)) == expected
+        assert set(mig.migrate(model, old)) == {*expected}
 
 
 def test_an_optional_argument_is_not_the_module():

@@ -20,6 +20,7 @@ ONE, TWO = torch.ones(1), torch.ones(2)
         (lambda: mig.rename("a.*", "b.**"), "same wildcards"),
         (lambda: mig.rename("a*.w", "b*.w"), "whole parts"),
         (lambda: mig.rename("a..w", "b.w"), "single dots"),
+        (lambda: mig.rename("**.a.**", "**.b.**"), r"several \*\*"),
         (lambda: mig.rename(1, "b"), "is a str"),
         (lambda: mig.merge(["a", "a"], "b"), "listed twice"),
         (lambda: mig.merge(["a.*", "b"], "c.*"), "same wildcards"),
