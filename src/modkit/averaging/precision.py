@@ -254,26 +254,27 @@ def stochastic_(
         weight: How far each average moves.
         generator: Source of the random bits, which may be on another device.
     """
+    # Random low-order bits are added, and carry into the others with that probability. Then the
+    # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
+    cut = _ROUNDED[averages[0].dtype]
     for tensors, sources in parts(averages, currents):
         targets, values = gathered(tensors, sources)
-        for average, current in zip(targets, values, strict=True):
+        noise = _random_bits(sum(target.numel() for target in targets), cut, generator)
+        pieces = noise.split([target.numel() for target in targets])
+        for average, current, piece in zip(targets, values, pieces, strict=True):
             wide = average.float()
             lerp_one_(wide, current, weight)
-
-            # Random low-order bits are added, and carry into the others with that probability. Then
-            # the low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but
-            # those.
-            cut = _ROUNDED[average.dtype]
-            noise = torch.randint(
-                1 << cut,
-                wide.shape,
-                dtype=torch.int32,
-                device=generator.device,
-                generator=generator,
-            )
-            bits = wide.view(torch.int32).add_(noise.to(wide.device)).bitwise_and_(-(1 << cut))
-            average.copy_(bits.view(torch.float32))
+            bits = wide.view(torch.int32).add_(piece.to(wide.device).view(wide.shape))
+            average.copy_(bits.bitwise_and_(-(1 << cut)).view(torch.float32))
         scatter_(tensors, targets)
+
+
+def _random_bits(elements: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return integers of up to 16 random bits."""
+    # Drawing takes most of the time of a step, and one draw of 64 bits is enough for four integers.
+    draws = torch.empty(-(-elements // 4), dtype=torch.int64, device=generator.device)
+    draws.random_(-(1 << 63), None, generator=generator)
+    return draws.view(torch.int16)[:elements].to(torch.int32).bitwise_and_((1 << count) - 1)
 
 
 def is_rounded(dtype: torch.dtype) -> bool:

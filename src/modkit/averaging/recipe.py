@@ -96,8 +96,8 @@ class Watch:
         self._keys = [member.key for member in members]
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
 
-    def changed(self) -> bool:
-        """Return True if anything is not as it was."""
+    def changed(self, *, metadata: bool = True) -> bool:
+        """Return True if anything is not as it was; ``metadata`` of tensors may be left out."""
         if (
             self._unknown
             or list(map(len, self._filled)) != self._lengths
@@ -116,9 +116,9 @@ class Watch:
                 return True
 
         current = map(operator.getitem, self._registries, self._keys)
-        if not all(map(operator.is_, current, self._members)) or not self._alike():
+        if not all(map(operator.is_, current, self._members)):
             return True
-        return any(map(_requires_grad, self._frozen))
+        return metadata and (not self._alike() or any(map(_requires_grad, self._frozen)))
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
@@ -216,10 +216,11 @@ class Copies:
         ]
 
     def places(self) -> Iterator[tuple[Registry, str]]:
-        """Yield the table and the key of each copy and of its source."""
+        """Yield the table and the key of what users may replace: not of copies that follow."""
         for registry, key, member in self.pairs:
-            yield registry, key
             yield member.registry, member.key
+            if not self._follow:
+                yield registry, key
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""

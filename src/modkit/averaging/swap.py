@@ -342,7 +342,7 @@ class Swap:
         """
         if self._is_finalizing() or self not in active_swaps:
             return None
-        return self._undo(has_changed=self._pairing.watch.changed())
+        return self._undo(has_changed=self._pairing.watch.changed(metadata=False))
 
     @critical
     def _undo(self, *, has_changed: bool) -> str | None:
