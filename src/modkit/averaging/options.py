@@ -96,22 +96,7 @@ class EMAOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of an average, validated. The first eight are those of ``EMA``.
-
-    Args:
-        include, exclude, buffers, trainable_only, precision, device, on_nonfinite, seed: See
-            ``EMA``.
-        dtype: Dtype of ``EMA.to``, which takes precedence over ``precision``.
-        copy_rest: Whether parameters that are not averaged are copied, as ``AveragedModel`` does.
-        integers: Whether integer parameters are averaged too, which truncates, as torch does.
-        owner: The class that errors name.
-
-    Raises:
-        TypeError: If names are neither globs nor a predicate, or ``buffers`` is neither a policy
-            nor a dict.
-        ValueError: If an option is not one of its values, ``device`` is meta, or ``seed`` is not an
-            int of at most 64 bits.
-    """
+    """Options of an average, validated, with the defaults of ``EMA``, which describes them."""
 
     include: Names = None
     exclude: Names = None
@@ -121,13 +106,16 @@ class Options:
     device: torch.device | None = None
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
+    # That of ``EMA.to``, which takes precedence over ``precision``.
     dtype: torch.dtype | None = None
+    # ``AveragedModel`` copies parameters that are not averaged, and averages integers, which
+    # truncates, as torch does.
     copy_rest: bool = False
     integers: bool = False
+    # The class that errors name.
     owner: str = "EMA"
 
     def __post_init__(self) -> None:
-        """Validate the options, and read globs that come from an iterator."""
         if not isinstance(cast("object", self.buffers), (str, Mapping)):
             raise TypeError(
                 f"{self.owner}: buffers must be a policy, or a dict from globs of names to "

@@ -158,7 +158,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         check_not_partitioned("AveragedModel", getattr(model, "modules", tuple)())
         options.check_globs(model)
 
-        frozen = _frozen_names(model) if trainable_only else frozenset[str]()
+        members = NamedTensors(model).parameters.values() if trainable_only else ()
+        frozen = frozenset(member.name for member in members if not member.tensor.requires_grad)
         self._runtime = _Runtime(options, frozen)
         self._device = device
         self.avg_fn = avg_fn
@@ -193,7 +194,11 @@ class AveragedModel(_Base, Generic[ModelT_co]):
                 raise
 
         if options.precision != "same":
-            cast("Any", copy)._apply(lambda tensor: tensor.to(options.kept_dtype(tensor.dtype)))
+
+            def widened(tensor: Tensor) -> Tensor:
+                return tensor.to(options.kept_dtype(tensor.dtype))
+
+            cast("Any", copy)._apply(widened)
         return copy
 
     @override
@@ -414,12 +419,6 @@ class _Runtime:
     @override
     def __reduce__(self) -> tuple[type["_Runtime"], tuple[Options, frozenset[str]]]:
         return _Runtime, (self.options, self.frozen)
-
-
-def _frozen_names(model: torch.nn.Module) -> frozenset[str]:
-    """Return the names of the parameters that do not require gradients."""
-    parameters = NamedTensors(model).parameters.items()
-    return frozenset(name for name, member in parameters if not member.tensor.requires_grad)
 
 
 def _check_pairs(average_members: NamedTensors, model_members: NamedTensors) -> None:
