@@ -455,7 +455,6 @@ def versions(network: torch.nn.Module) -> str:
 
 
 def record_of(case: Case, networks: Any) -> dict[str, Any]:
-    """Return the record of a case."""
     network = case.build(networks)
     # LightZero's ``get_reward_mean`` raises AttributeError.
     means = {"mean": network.get_dynamic_mean()} if case.kind == "DynamicsNetwork" else {}

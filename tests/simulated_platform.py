@@ -68,7 +68,6 @@ def replace(source: Any, target: Any, **options: Any) -> None:
 
 
 def open_file(path: Any, flags: int, *arguments: Any, **options: Any) -> int:
-    """Open a file as Windows does."""
     if not options and Path(path).is_dir():
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return _open(path, flags, *arguments, **options)

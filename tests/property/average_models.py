@@ -84,7 +84,6 @@ def buffers() -> nn.Module:
 
 
 def integer_parameter() -> nn.Module:
-    """A parameter of integers, which does not train."""
     index = nn.Parameter(torch.tensor([3, 1, 2]), requires_grad=False)
     return holder(weight=parameter(3), index=index)
 
@@ -360,7 +359,6 @@ def by_update(decay: Callable[[int], float]) -> Reference:
 
 
 def mean_of_all(models: list[Tensor], every: int) -> Tensor:
-    """Return the mean of the models of all updates."""
     return torch.stack(models).mean(0)
 
 

@@ -42,13 +42,11 @@ def none() -> Choice[None]:
 
 
 def sampled_from(values: Sequence[T]) -> Choice[T]:
-    """One of the values."""
     count = len(values)
     return Choice(lambda source: values[source.randrange(count)])
 
 
 def booleans() -> Choice[bool]:
-    """A bool."""
     return Choice(lambda source: source.randrange(2) == 1)
 
 
@@ -64,7 +62,6 @@ def one_of(*choices: Choice[Any]) -> Choice[Any]:
 
 
 def tuples(*choices: Choice[Any]) -> Choice[tuple[Any, ...]]:
-    """Draw a tuple with one draw of each choice."""
     return Choice(lambda source: tuple(choice.draw(source) for choice in choices))
 
 

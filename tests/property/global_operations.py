@@ -167,7 +167,6 @@ def patch_class(side: Any, module: Any, dotted: str) -> list[str]:
 
 @operation()
 def undo_patches(side: Any, module: Any) -> None:
-    """Undo all patches."""
     side.world.patches.clear()
 
 

@@ -157,7 +157,6 @@ def fresh(seed: int) -> dict[str, Any]:
 
 
 def add(account: dict[str, Any], result: dict[str, Any]) -> None:
-    """Add a portion to the account."""
     for name in ("skipped", "refused"):
         account[name] += result.get(name, 0)
     for name in ("kinds", "rows"):
@@ -199,7 +198,6 @@ def commit() -> str:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a file in JSON."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"{json.dumps(content, indent=1)}\n", encoding="utf-8")
 

@@ -526,7 +526,6 @@ def make_averaged_model(side: Any, module: Any, function: str, use_buffers: bool
 )
 @silent
 def use_averaged_model(side: Any, module: Any, method: str) -> Any:
-    """Update the average, or use it."""
     if not side.averages:
         raise Skipped
     averaged = side.averages[0]

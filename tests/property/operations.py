@@ -62,7 +62,6 @@ FAVOURED = ["call", "call", "add_hooks", "add_hooks", "load_state_dict", "state_
 
 
 def of_kind(kind: str, table: dict[str, Kind] = OPERATIONS) -> choices.Choice[Operation]:
-    """Draw an operation of one kind."""
     return choices.builds(
         Operation,
         choices.just(kind),
@@ -112,13 +111,11 @@ def is_shared(side: Any) -> bool:
 
 @operation(all_names, choices.none() | tensors)
 def register_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
-    """Register a parameter, or reserve its name."""
     module.register_parameter(name, Builder(side.impl).parameter(spec))
 
 
 @operation(all_names, choices.none() | tensors, choices.booleans())
 def register_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
-    """Register a buffer, or reserve its name."""
     module.register_buffer(name, None if spec is None else spec.build(), persistent=persistent)
 
 
@@ -140,13 +137,11 @@ def register_wrong_thing(side: Any, module: Any, method: str, name: Any, value: 
 
 @operation(all_names, tensors)
 def assign_parameter(side: Any, module: Any, name: str, spec: Any) -> None:
-    """Assign a new parameter."""
     setattr(module, name, Builder(side.impl).parameter(spec))
 
 
 @operation(all_names, tensors, choices.booleans())
 def assign_buffer(side: Any, module: Any, name: str, spec: Any, persistent: bool) -> None:
-    """Assign an nn.Buffer."""
     setattr(module, name, side.impl.nn.Buffer(spec.build(), persistent=persistent))
 
 
@@ -193,7 +188,6 @@ def delete(side: Any, module: Any, name: str) -> None:
 
 @operation(choices.integers(0, 9))
 def delete_existing(side: Any, module: Any, number: int) -> str | None:
-    """Delete an existing member."""
     names = [*module._parameters, *module._buffers, *module._modules]
     if not names:
         return None

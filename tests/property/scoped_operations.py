@@ -33,7 +33,6 @@ NAMES: Final = choices.sampled_from(
 
 @scoped()
 def enter_scope(side: Any, module: Any) -> Any:
-    """Enter a scope for the module, or nothing on the plain side."""
     scope = modkit.fast_inference(module) if side.fast else nullcontext(module)
     entered = scope.__enter__()
     side.scopes.append(scope)
@@ -138,12 +137,10 @@ def assign_member(side: Any, module: Any, name: str, shape: Any, buffer: bool) -
 
 @scoped(NAMES, LAYERS)
 def assign_layer(side: Any, module: Any, name: str, spec: int) -> None:
-    """Assign a new layer."""
     setattr(module, name, side.build(spec))
 
 
 def new_member(side: Any, table: str, spec: Any) -> Any:
-    """Make a member for the table."""
     if table == "_modules":
         return side.build(spec)
     made = TensorSpec((3,), torch.float32, 3)

@@ -171,7 +171,6 @@ class Walk:
 
 
 def averaged_tensors(model: nn.Module, buffers: Any) -> dict[str, Tensor]:
-    """Return the tensors that an average with this policy of buffers has."""
     ignored = buffers not in ("copy", "average")
     # Others are not part of the state, and no glob asks for them.
     persistent = model.state_dict().keys()

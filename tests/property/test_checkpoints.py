@@ -38,7 +38,6 @@ def storages(draw: Any) -> list[Tensor]:
 
 @st.composite
 def views(draw: Any, bases: list[Tensor]) -> Tensor:
-    """Draw a view of one of the bases, or a base, as a tensor or a parameter."""
     found = draw(st.sampled_from(bases))
     count = found.numel()
     kind = draw(st.sampled_from(["base", "slice", "strided", "scalar", "expanded", "parameter"]))

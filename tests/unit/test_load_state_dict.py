@@ -9,7 +9,6 @@ import modkit.nn
 
 
 def network() -> torch.nn.Module:
-    """Build a network of torch alone."""
     return torch.nn.Sequential(
         torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3), torch.nn.ModuleList([torch.nn.GRU(3, 1)])
     )

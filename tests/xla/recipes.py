@@ -136,8 +136,6 @@ def frozen_network(place: torch.device | str) -> nn.Module:
 
 
 def own_network(impl: Implementation, device: torch.device | str) -> nn.Module:
-    """Return a network of user modules."""
-
     class Block(impl.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,3 @@
-import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,6 @@ from tests.xla.recipes import (
     agree,
     counted,
     end_step,
-    inputs,
     network,
     on_host,
     train,
@@ -189,23 +187,3 @@ def test_values_that_do_not_change(case: str, impl: Implementation, device: torc
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr.strip().splitlines()[-1]
-
-
-@each_place
-def test_the_averaged_model_in_use(
-    place_of_count: str | None, impl: Implementation, device: torch.device
-) -> None:
-    """Calls, copies and loading work on the device; the copy goes on as the original."""
-
-    def scenario(place: torch.device) -> object:
-        net, average = averaged(impl, place, "EMA, of lists", device=place_of_count)
-        output = on_host(average.eval()(inputs(place)))
-        twin = copy.deepcopy(average)
-        fresh = impl.swa_utils.AveragedModel(net, **RULES["EMA, of lists"](impl))
-        fresh.load_state_dict(on_host(average.state_dict()))
-        for one in average, twin, fresh:
-            one.update_parameters(net)
-        end_step()
-        return output, average.state_dict(), twin.state_dict(), fresh.state_dict()
-
-    agree(scenario, device)

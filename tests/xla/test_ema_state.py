@@ -1,4 +1,3 @@
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +6,7 @@ import torch
 
 import modkit
 from modkit import schedules
-from tests.xla.recipes import agree, end_step, network, on_host, train
+from tests.xla.recipes import end_step, network, on_host, train
 from tests.xla.test_ema_updates import PRECISIONS, SCHEDULES
 
 
@@ -63,47 +62,6 @@ def test_resume_on_the_other_device(
     expected, found = resumed(first, tmp_path, second, options, torch.float32)
 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_averages_after_the_fact(tmp_path: Path, device: torch.device) -> None:
-    """`PostHocEMA` saves snapshots of the device, and reconstructs a width into a model there."""
-
-    def scenario(place: torch.device) -> object:
-        net = network(place)
-        folder = tmp_path / place.type
-        folder.mkdir()
-        averages = modkit.PostHocEMA(net, folder, (0.05, 0.1), snapshot_every=5)
-        train(net, averages.update, 0, 20)
-        state = copy.deepcopy(averages.state_dict())
-        result = averages.reconstruct(sigma_rel=0.08)
-        result.copy_to(net)
-        end_step()
-        written = on_host(net.state_dict())
-        averages.load_state_dict(state)
-        train(net, averages.update, 20, 25)
-        return result.averages, written, averages.reconstruct(sigma_rel=0.08).averages
-
-    agree(scenario, device, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("place", [None, "cpu", "xla"])
-def test_average_of_checkpoints(place: str | None, tmp_path: Path, device: torch.device) -> None:
-    """Files of the device are averaged on the host or on the device, and load into a model there."""
-
-    def scenario(here: torch.device) -> object:
-        net = network(here)
-        paths = []
-        for step in range(3):
-            train(net, lambda: None, step, step + 1)
-            paths.append(tmp_path / f"{here.type}-{step}.pt")
-            modkit.save_checkpoint({"model": net.state_dict()}, paths[-1])
-        target = here if place == "xla" else place
-        soup = modkit.average_checkpoints(paths, weights=[1, 2, 3], key="model", device=target)
-        modkit.load_state_dict(net, soup)
-        train(net, lambda: None, 3, 5)
-        return soup, net.state_dict()
-
-    agree(scenario, device)
 
 
 @pytest.mark.parametrize("map_location", [None, "cpu"])

@@ -177,25 +177,3 @@ def test_frozen_parameters(precision: str, buffers: str, device: torch.device) -
         return dict(ema.named_averages()), net.state_dict()
 
     agree(scenario, device)
-
-
-@pytest.mark.parametrize("average_device", ["cpu", "xla"])
-@pytest.mark.parametrize("model_device", ["cpu", "xla"])
-@pytest.mark.parametrize("options", [{}, {"precision": "fp32"}, {"buffers": "average"}], ids=str)
-def test_averages_on_another_device(
-    model_device: str, average_device: str, options: dict[str, Any], device: torch.device
-) -> None:
-    """Averages stay on the device that was asked for, have the values, and are swapped in."""
-
-    def scenario(place: torch.device) -> object:
-        elsewhere = place if average_device == "xla" else torch.device("cpu")
-        net = network(place if model_device == "xla" else "cpu")
-        ema = modkit.EMA(net, decay=0.9, device=elsewhere, **options)
-        train(net, ema.update, 0, 5)
-        net.eval()
-        assert {one.device.type for _, one in ema.named_averages()} == {elsewhere.type}
-        with ema.applied():
-            inside = on_host(net.state_dict())
-        return dict(ema.named_averages()), inside, net.state_dict()
-
-    agree(scenario, device)

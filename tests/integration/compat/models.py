@@ -21,7 +21,6 @@ def torchvision(name: str) -> torch.nn.Module:
 
 
 def transformers(model: str, config: str, **sizes: Any) -> torch.nn.Module:
-    """Build a small model of transformers."""
     library = importlib.import_module("transformers")
     made: torch.nn.Module = getattr(library, model)(getattr(library, config)(**sizes))
     return made

@@ -92,28 +92,6 @@ TIMM: Final = {
 }
 
 
-class Predictions(torch.nn.Module):
-    """A detector without the choice among its boxes, which needs torchvision's C++ operators."""
-
-    def __init__(self, detector: torch.nn.Module) -> None:
-        super().__init__()
-        self.detector = detector
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return the scores and boxes of all anchors."""
-        images, _ = self.detector.transform([x[0]])
-        features = list(self.detector.backbone(images.tensors).values())
-        return self.detector.head(features), self.detector.anchor_generator(images, features)
-
-
-def detector(library: ModuleType, name: str, size: int) -> torch.nn.Module:
-    """Build a detector that scales its images to one small size."""
-    made = getattr(importlib.import_module("torchvision.models.detection"), name)(
-        weights=None, weights_backbone=None, num_classes=4, min_size=size, max_size=size
-    )
-    return Predictions(made)
-
-
 def of_torchvision(library: ModuleType, name: str, **options: Any) -> torch.nn.Module:
     """Build a model of torchvision, whose name may have a folder."""
     folder, _, name = name.rpartition(".")
@@ -131,11 +109,6 @@ TORCHVISION: Final = {
     "shufflenet_v2_x0_5": (64, CLASSES),
     "video.r3d_18": (32, CLASSES),
 }
-
-
-def two_images(size: int) -> dict[str, Any]:
-    """Draw the two images between which motion is estimated."""
-    return {"0": torch.randn(1, 3, size, size), "1": torch.randn(1, 3, size, size)}
 
 
 def clip(size: int) -> dict[str, Any]:
@@ -215,21 +188,6 @@ def of_transformers(library: ModuleType, name: str, options: dict[str, Any]) -> 
     return getattr(library, name)(config)
 
 
-def clip_model(library: ModuleType) -> torch.nn.Module:
-    """Build a model of text and images."""
-    sight = {**PATCHES, "projection_dim": 8}
-    return library.CLIPModel(
-        library.CLIPConfig(text_config=TEXT, vision_config=sight, projection_dim=8)
-    )
-
-
-def wav2vec2(library: ModuleType) -> torch.nn.Module:
-    """Build a model of sound whose position embedding has a weight norm."""
-    sound = {"conv_dim": (8, 8), "conv_kernel": (5, 3), "conv_stride": (4, 2)}
-    options = {**TEXT, **sound, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
-    return library.Wav2Vec2Model(library.Wav2Vec2Config(**options))
-
-
 def tokens(length: int = 6) -> torch.Tensor:
     """Draw two texts, without special tokens."""
     return torch.randint(3, TOKENS, (2, length))
@@ -257,16 +215,6 @@ def pictures(size: int) -> dict[str, Any]:
     return {"pixel_values": torch.randn(2, 3, size, size)}
 
 
-def text_and_pictures() -> dict[str, Any]:
-    """Draw two texts and two images."""
-    return {**whole_text(), **pictures(16)}
-
-
-def sound() -> dict[str, Any]:
-    """Draw a sound."""
-    return {"input_values": torch.randn(2, 160)}
-
-
 DENOISERS: Final = {
     "UNet2DModel": {
         "sample_size": 8,
@@ -277,37 +225,12 @@ DENOISERS: Final = {
         "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
         "attention_head_dim": 4,
     },
-    "UNet2DConditionModel": {
-        "sample_size": 8,
-        "in_channels": 3,
-        "out_channels": 3,
-        "block_out_channels": (8, 16),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-        "cross_attention_dim": 8,
-        "attention_head_dim": 4,
-    },
-    "AutoencoderKL": {
-        "block_out_channels": (8, 16),
-        "down_block_types": ("DownEncoderBlock2D", "DownEncoderBlock2D"),
-        "up_block_types": ("UpDecoderBlock2D", "UpDecoderBlock2D"),
-        "norm_num_groups": 4,
-        "latent_channels": 4,
-        "sample_size": 16,
-    },
 }
 
 
-def noise(name: str) -> dict[str, Any]:
-    """Draw what a model of diffusers takes: noise, a time, and what it is conditioned on."""
-    drawn: dict[str, Any] = {"0": torch.randn(2, 3, 8, 8)}
-    if name != "AutoencoderKL":
-        drawn["timestep"] = torch.tensor([3, 7])
-    if name == "UNet2DConditionModel":
-        drawn["encoder_hidden_states"] = torch.randn(2, 4, 8)
-    return drawn
+def noise() -> dict[str, Any]:
+    """Draw what a model of diffusers takes: noise and a time."""
+    return {"0": torch.randn(2, 3, 8, 8), "timestep": torch.tensor([3, 7])}
 
 
 def of_timm(library: ModuleType, name: str, **options: Any) -> torch.nn.Module:
@@ -328,10 +251,6 @@ def entries() -> Iterator[Entry]:
         draw = clip if name.startswith("video") else image
         make = partial(of_torchvision, name=name, **options)
         yield Entry("torchvision", name, make, partial(draw, size))
-    make = partial(detector, name="retinanet_resnet50_fpn", size=64)
-    yield Entry("torchvision", "detection.retinanet", make, partial(image, 64, count=1))
-    make = partial(of_torchvision, name="optical_flow.raft_small")
-    yield Entry("torchvision", "optical_flow.raft_small", make, partial(two_images, 128))
     for names, draw in (
         (ENCODERS, text),
         (DECODERS, whole_text),
@@ -343,11 +262,9 @@ def entries() -> Iterator[Entry]:
     for name, (size, options) in SEEING.items():
         make = partial(of_transformers, name=name, options=options)
         yield Entry("transformers", name, make, partial(pictures, size))
-    yield Entry("transformers", "CLIPModel", clip_model, text_and_pictures)
-    yield Entry("transformers", "Wav2Vec2Model", wav2vec2, sound)
     for name in DENOISERS:
         make = partial(of_diffusers, name=name)
-        yield Entry("diffusers", name, make, partial(noise, name))
+        yield Entry("diffusers", name, make, noise)
 
 
 ZOO: Final = list(entries())

@@ -138,7 +138,6 @@ class Failing(Net):
 
 
 def average_of(callback: EMACallback, name: str = "net.0.weight") -> Tensor:
-    """Return one average of a callback."""
     return dict(callback.ema.named_averages(callback.index))[name]
 
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import modkit
-from tests.cases import for_each
 from tests.helpers import freeze
 from tests.integration.lightning import runs
 from tests.integration.lightning.runs import QUIET, EMACallback, callbacks, pl
@@ -121,20 +120,6 @@ def test_a_checkpoint_after_the_fit_is_whole(tmp_path) -> None:
     assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(through, through_ema)
 
 
-def test_an_average_is_in_the_file_once(tmp_path) -> None:
-    """The entries of the model and of the average share their memory, and what is not averaged too."""
-    ema = EMACallback(0.9, include="net.0.*", buffers="ignore")
-    net, _, trainer = runs.fit(tmp_path, ema=ema)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    entry = saved["callbacks"]["EMACallback"]
-    average = entry["ema"]["averages"][0]["tensors"]["net.0.weight"]
-
-    assert entry["raw"].keys() == {"net.0.weight", "net.0.bias", "net.1.num_batches_tracked"}
-    assert torch.equal(entry["raw"]["net.0.weight"], net.net[0].weight)
-    assert average.data_ptr() == saved["state_dict"]["net.0.weight"].data_ptr()
-
-
 def test_a_checkpoint_without_averages_is_told(tmp_path) -> None:
     """Averaging starts anew from its weights, with a warning."""
     _, _, trainer = runs.fit(tmp_path, ema=pl.Callback())
@@ -189,49 +174,3 @@ def test_batch_normalization_statistics_of_the_average(tmp_path) -> None:
 
     assert freeze(dict(saved)) == freeze(dict(expected.state_dict()))
     assert freeze(dict(net.state_dict())) == before
-
-
-@for_each("resumes", [False, True])
-def test_layers_that_lightning_unfreezes(resumes, tmp_path) -> None:
-    """Parameters that BackboneFinetuning unfreezes are averaged from then on, also after a resume."""
-
-    class Tuned(runs.Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.backbone = torch.nn.Linear(4, 4)
-
-        def training_step(self, batch, batch_idx):
-            return self.net(self.backbone(batch)).square().mean()
-
-        def validation_step(self, batch, batch_idx):
-            self.log("loss", self.net(self.backbone(batch)).square().mean())
-
-        def configure_optimizers(self):
-            trained = [p for p in self.parameters() if p.requires_grad]
-            return torch.optim.SGD(trained, lr=0.1)
-
-    def fit(epochs: int, path=None):
-        net, ema = Tuned(), EMACallback(0.5, trainable_only=True)
-        tuning = runs.callbacks.BackboneFinetuning(2, verbose=False)
-        trainer = pl.Trainer(
-            callbacks=[ema, tuning],
-            default_root_dir=tmp_path,
-            max_epochs=epochs,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(net, runs.Batches(), runs.Batches(), ckpt_path=path)
-        return trainer, net, ema
-
-    if resumes:
-        trainer, *_ = fit(3)
-        trainer.save_checkpoint(tmp_path / "tuned.ckpt")
-    _, net, ema = fit(4, tmp_path / "tuned.ckpt" if resumes else None)
-    averages = dict(ema.ema.named_averages())
-
-    assert ema.ema.n_averaged == 4 * runs.BATCHES
-    assert {"backbone.weight", "backbone.bias"} <= averages.keys()
-    assert not averages["backbone.weight"].equal(net.backbone.weight)
-    torch.testing.assert_close(averages["backbone.weight"], net.backbone.weight, atol=0.1, rtol=0)

@@ -116,23 +116,6 @@ def test_blocks_around_validate(tmp_path) -> None:
     assert [module.training for module in net.modules()] == modes
 
 
-def test_without_averages(tmp_path) -> None:
-    """Before a fit, and after an evaluation of other weights, there is nothing to evaluate."""
-    ema = callback_with()
-    blocks = ema.evaluating, ema.evaluating_training_weights
-    for block in blocks:
-        with pytest.raises(RuntimeError, match="because nothing was trained"), block():
-            pass
-    net, _, trainer = runs.fit(tmp_path, ema=ema)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    trainer.test(net, runs.Batches(1), ckpt_path=tmp_path / "end.ckpt", verbose=False)
-    for block in blocks:
-        with pytest.raises(RuntimeError, match="or other weights were loaded since"), block():
-            pass
-
-    assert ema.ema is None
-
-
 @pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights", "applied"])
 def test_fitting_inside_a_block(name, tmp_path) -> None:
     """A `fit` where the model may hold the average is refused before it loads or changes anything."""

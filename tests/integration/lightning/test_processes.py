@@ -137,59 +137,6 @@ def check_file(file) -> None:
     )
 
 
-class ComparedShards(runs.Sharded):
-    """Notes the outputs with each average and with the training weights."""
-
-    def configure_model(self) -> None:
-        """Keep full parameters after a forward, which a swap of shards does not reach."""
-        super().configure_model()
-        self.net.set_reshard_after_forward(False)
-
-    def validation_step(self, batch, batch_idx) -> None:
-        """Compute in each block, and after it."""
-        ema = next(one for one in self.trainer.callbacks if isinstance(one, EMACallback))
-        self.seen["average"] = self.compute(batch)
-        with ema.evaluating(index=1):
-            self.seen["copy"] = self.compute(batch)
-        with ema.evaluating_training_weights():
-            self.seen["raw"] = self.compute(batch)
-        self.seen["average again"] = self.compute(batch)
-
-    def compute(self, batch):
-        """Return the output for a batch."""
-        return self.net(batch).detach().clone()
-
-
-def compare_shards(rank, folder, port) -> None:
-    """Run in each of two processes: validate, then compute the same with the training weights."""
-    enter_rank(rank, port)
-    strategy = strategies.ModelParallelStrategy(2, 1, process_group_backend="gloo")
-    net = ComparedShards()
-
-    class Report(pl.Callback):
-        def on_validation_end(self, trainer, pl_module) -> None:
-            batch = list(runs.Batches(2, first_seed=1000))[-1]
-            with torch.no_grad():
-                torch.save({**net.seen, "expected": net.compute(batch)}, folder / f"{rank}.pt")
-
-    # The second average, with a decay of zero, is a copy of the training weights.
-    ema = EMACallback([0.9, 0.0])
-    runs.fit(folder, ema=ema, after=[Report()], model=net, strategy=strategy, devices=2)
-    torch.distributed.destroy_process_group()
-
-
-def test_training_weights_in_a_validation_of_shards(tmp_path) -> None:
-    """Blocks in a validation compute with the weights that they name, on each rank."""
-    on_two_ranks(compare_shards, tmp_path)
-
-    for rank in 0, 1:
-        seen = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
-        assert torch.equal(seen["raw"], seen["expected"])
-        assert torch.equal(seen["copy"], seen["expected"])
-        assert torch.equal(seen["average again"], seen["average"])
-        assert not torch.equal(seen["average"], seen["expected"])
-
-
 def test_the_older_way_to_split_up_is_refused() -> None:
     """Lightning runs FSDPStrategy on accelerators alone, and the callback refuses it there."""
     with pytest.raises(Exception, match=r"requires a GPU|GPU accelerator"):

@@ -26,21 +26,6 @@ def test_batches_count_in_which_an_averaged_network_steps(include, updates, tmp_
     assert ema.ema.step == updates
 
 
-@pytest.mark.parametrize("place", runs.PLACES)
-def test_manual_optimization_resumes(place, tmp_path) -> None:
-    """The resumed run ends in the bits of the one that went through."""
-    saver = runs.Saver(tmp_path)
-    through = runs.fit(tmp_path, saver, model=runs.Adversaries(), ema=EMACallback(include="net.*"))
-    resumed = runs.fit(
-        tmp_path,
-        model=runs.Adversaries(),
-        ema=EMACallback(include="net.*"),
-        resume=tmp_path / f"{place}.ckpt",
-    )
-
-    assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(*through[:2])
-
-
 # Precision.
 
 

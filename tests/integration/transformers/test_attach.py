@@ -10,7 +10,6 @@ from tests.integration.transformers.trainers import (
     arguments,
     average,
     equal,
-    every,
     gpt2,
     trainer,
     transformers,
@@ -116,19 +115,6 @@ def test_a_model_that_the_trainer_compiles(tmp_path: Path) -> None:
     assert loss != pytest.approx(trainer(tmp_path, model=run.model).evaluate()["eval_loss"])
 
 
-def test_each_training_begins_anew(tmp_path: Path) -> None:
-    """A second `train` counts from nothing, as the Trainer does, and updates once for each step."""
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback)
-    run.train()
-    first = callback.ema
-
-    run.train()
-
-    assert callback.ema is not first
-    assert first.n_averaged == callback.ema.n_averaged == 12
-
-
 def test_a_model_that_training_makes(tmp_path: Path) -> None:
     """With `model_init` the model that is averaged is the one that training has made."""
     callback = EMACallback(0.9)
@@ -143,29 +129,3 @@ def test_a_model_that_training_makes(tmp_path: Path) -> None:
 
     assert callback.ema.model is run.model
     assert callback.ema.n_averaged == 12
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_lora(tmp_path: Path) -> None:
-    """The adapters of a model can be averaged, saved and resumed from."""
-    peft = pytest.importorskip("peft", reason="needs peft: nox -s ecosystem installs it")
-
-    def adapted() -> Any:
-        config = peft.LoraConfig(r=2, target_modules=["c_fc"], fan_in_fan_out=True)
-        return peft.get_peft_model(gpt2(), config)
-
-    def run_of(callback: EMACallback) -> Any:
-        options = every(5, "save")
-        return trainer(tmp_path, callback, model=adapted(), **options)
-
-    callback, resumed = (EMACallback(0.9, include="*lora*") for _ in range(2))
-    whole = run_of(callback)
-    whole.train()
-    again = run_of(resumed)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-
-    assert len(dict(callback.ema.named_averages())) < len(weights(whole.model))
-    assert equal(weights(again.model), weights(whole.model))
-    assert equal(average(resumed.ema), average(callback.ema))
-    saved = peft.PeftModel.from_pretrained(gpt2(), tmp_path / "checkpoint-12")
-    assert equal(weights(saved), average(callback.ema))

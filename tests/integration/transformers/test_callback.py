@@ -7,12 +7,10 @@ import torch
 from tests.integration.transformers.trainers import (
     At,
     EMACallback,
-    Texts,
     average,
     equal,
     every,
     gpt2,
-    normalized,
     trainer,
     transformers,
     weights,
@@ -102,27 +100,6 @@ def test_evaluations_in_training_see_the_average(tmp_path: Path) -> None:
             assert equal(held, raw[step] if event == "on_step_begin" else wanted[step])
     assert not equal(raw[12], wanted[12])
     assert equal(weights(run.model), raw[12])
-
-
-@pytest.mark.parametrize("make", [gpt2, normalized])
-def test_evaluate_and_predict_by_hand(tmp_path: Path, make: Any) -> None:
-    """Evaluations and predictions that the user calls give the numbers of a model with the average."""
-    callback = EMACallback(0.9)
-    run = trainer(tmp_path, callback, model=make())
-    run.train()
-    raw = weights(run.model)
-    other = trainer(tmp_path, model=callback.ema.averaged_model())
-
-    loss, logits = run.evaluate()["eval_loss"], run.predict(Texts(4)).predictions
-
-    assert loss == other.evaluate()["eval_loss"]
-    assert (logits == other.predict(Texts(4)).predictions).all()
-    several = {"a": Texts(4), "b": Texts(4, seed=2)}
-    found, wanted = run.evaluate(several), other.evaluate(several)
-    for name in "eval_a_loss", "eval_b_loss":
-        assert found[name] == wanted[name]
-    assert loss != trainer(tmp_path, model=run.model).evaluate()["eval_loss"]
-    assert equal(weights(run.model), raw)
 
 
 def test_before_the_first_update(tmp_path: Path) -> None:

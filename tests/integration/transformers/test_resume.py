@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from modkit import migrations as mig, schedules
+from modkit import migrations as mig
 from tests.integration.transformers.trainers import (
     At,
     EMACallback,
@@ -13,7 +13,6 @@ from tests.integration.transformers.trainers import (
     average,
     equal,
     every,
-    fail,
     gpt2,
     normalized,
     result,
@@ -81,32 +80,6 @@ def test_resume(
     assert equal(result(run, callback), wanted)
 
 
-@pytest.mark.parametrize(
-    ("save", "options"),
-    [
-        ("average", {"schedule": [0.5, schedules.Equal()], "index": 1}),
-        (
-            "raw",
-            {"decay": 0.9, "update_after_step": 2, "update_every": 3, "buffers": "average"},
-        ),
-    ],
-    ids=["several", "now and then"],
-)
-def test_resume_with_options(tmp_path: Path, options: dict[str, Any], save: Any) -> None:
-    """With options of `EMA` and running statistics a run resumes bitwise identically at each step."""
-    callback = EMACallback(**options, save=save)
-    whole = trainer(tmp_path, callback, model=normalized(), **every(1, "save"))
-    whole.train()
-    wanted = result(whole, callback)
-
-    for step in (1, 8):
-        again = EMACallback(**options, save=save)
-        run = trainer(tmp_path / "again", again, model=normalized())
-        run.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
-
-        assert equal(result(run, again), wanted)
-
-
 @pytest.mark.parametrize("save", ["average", "raw"])
 @pytest.mark.parametrize("event", ["on_prediction_step", "on_evaluate"])
 def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) -> None:
@@ -131,29 +104,6 @@ def test_a_checkpoint_while_evaluating(tmp_path: Path, event: str, save: Any) ->
     for folder in ("checkpoint-4", "model"):
         loaded = type(run.model).from_pretrained(tmp_path / folder)
         assert equal(weights(loaded), held[-1])
-
-
-def test_the_last_checkpoint(tmp_path: Path) -> None:
-    """`resume_from_checkpoint=True` goes on from the last checkpoint of the folder."""
-    options = {**every(4, "save"), "eval_on_start": True}
-    callback = EMACallback(0.9)
-    whole = trainer(tmp_path, callback, **options)
-    whole.train()
-    again = EMACallback(0.9)
-    stopped = trainer(tmp_path / "again", again, At("on_step_end", fail, 6), **options)
-    with pytest.raises(RuntimeError, match="out of paper"):
-        stopped.train()
-    seen: list[Any] = []
-    see = At("on_evaluate", lambda _: seen.append(weights(run.model)), 4)
-    run = trainer(tmp_path / "again", again, see, **options)
-
-    run.train(resume_from_checkpoint=True)
-
-    assert equal(result(run, again), result(whole, callback))
-    saved = type(run.model).from_pretrained(tmp_path / "checkpoint-4")
-    assert equal(seen[0], weights(saved))
-    with pytest.raises(ValueError, match="No valid checkpoint"):
-        trainer(tmp_path / "none", EMACallback()).train(resume_from_checkpoint=True)
 
 
 def test_a_resume_keeps_the_best_average(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ def training_states(model: torch.nn.Module, count: int) -> Iterator[int]:
 def states_after_updates(
     averaged: Any, model: torch.nn.Module, count: int
 ) -> list[dict[str, torch.Tensor]]:
-    """Update an average in each of ``count`` states of a model; return copies of its states."""
     states = []
     for _ in training_states(model, count):
         averaged.update_parameters(model)

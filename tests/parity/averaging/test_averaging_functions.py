@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation, same
+from tests.helpers import MODKIT, Implementation, same
 
 
 FUNCTIONS = {
@@ -139,26 +139,6 @@ def test_decays(name: str, error: str, decay) -> None:
 
     assert kind == ("raised" if error else "returned")
     assert not error or value == error
-
-
-@for_each("name", FUNCTIONS)
-def test_functions_run_compiled_without_a_break(impl: Implementation, name: str) -> None:
-    """torch.compile traces the functions as a whole, with equal values."""
-    function = made(impl, name)
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    averaged, current = torch.randn(3), torch.randn(3)
-    if name in SINGLE:
-        expected, result = function(averaged, current, 2), compiled(averaged, current, 2)
-    else:
-        eager, expected, result = (averaged.clone() for _ in range(3))
-        function([eager], [current], 2)
-        compiled([result], [current], 2)
-        # Dynamo of torch 2.8 rounds lists of tensors otherwise.
-        torch._dynamo.reset()
-        torch.compile(made(TORCH, name), backend="eager")([expected], [current], 2)
-        torch.testing.assert_close(result, eager)
-
-    assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -1,15 +1,12 @@
 import copy
-import sys
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.models import normed_net, one_weight, set_weight
 from tests.parity.averaging.rules import RULES, state_after_updates, states_after_updates
-from tests.processes import METHOD, context
 from tests.unit.averaging.recipes import as_accelerator
 
 
@@ -28,7 +25,6 @@ def write_all_buffers(averaged, count: int) -> None:
 
 
 def load(averaged, count: int, *, assign: bool = False) -> None:
-    """Load a state with that count."""
     state = {**averaged.state_dict(), "n_averaged": torch.tensor(count)}
     averaged.load_state_dict(state, assign=assign)
 
@@ -168,26 +164,6 @@ def test_a_count_made_in_inference_mode_is_read_at_each_update(
     assert values(averaged) == (5.0, 1)
 
 
-@for_each("first", ["compiled", "eager"])
-def test_compiled_and_eager_updates_share_the_count(impl: Implementation, first: str) -> None:
-    """Interleaved compiled and eager updates count alike, and both see a written count."""
-    torch._dynamo.reset()
-    model = one_weight(impl)
-    averaged = impl.AveragedModel(model)
-    updates = [torch.compile(averaged.update_parameters, backend="eager")]
-    updates.insert(first == "compiled", averaged.update_parameters)
-    found = []
-    for write in "fill_", "data", "data of all buffers", "replaced":
-        WRITES[write](averaged, 0)
-        for number in range(4):
-            set_weight(model, 4.0 * number)
-            updates[number % 2](model)
-            found.append(values(averaged))
-    torch._dynamo.reset()
-
-    assert found == [(0.0, 1), (2.0, 2), (4.0, 3), (6.0, 4)] * 4
-
-
 def test_conversions_keep_the_count(impl: Implementation) -> None:
     """Averaging goes on after `to`, `share_memory` and `_apply`, which may replace the buffer."""
     model, averaged = average_of_two(impl)
@@ -196,46 +172,6 @@ def test_conversions_keep_the_count(impl: Implementation) -> None:
     averaged.update_parameters(set_weight(model, 8.0).double())
 
     assert values(averaged) == (4.0, 3)
-
-
-def update_elsewhere(averaged, model) -> None:
-    """Update with the weights 2 and 3, in a process of its own."""
-    for value in 2.0, 3.0:
-        averaged.update_parameters(set_weight(model, value))
-
-
-def zero_elsewhere(averaged, model) -> None:
-    """Set the count to zero, in a process of its own."""
-    averaged.n_averaged.zero_()
-
-
-CHILDREN = {
-    "updates": (METHOD, update_elsewhere, (3.0, 3), (3.0, 4)),
-    "sets to zero": ("fork", zero_elsewhere, (1.0, 0), (6.0, 1)),
-}
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="shared memory of processes is POSIX's")
-@for_each("child", CHILDREN)
-def test_a_child_process_shares_the_count(impl: Implementation, child: str) -> None:
-    """After `share_memory`, an update sees what a child process did to the count.
-
-    The parent updates with 1, the child with 2 and 3, and the parent with 6: the mean is 3.
-    """
-    method, function, between, after = CHILDREN[child]
-    model = one_weight(impl, 1.0)
-    averaged = impl.AveragedModel(model).share_memory()
-    averaged.update_parameters(model)
-    start = context() if method == METHOD else mp.get_context(method)
-    process = start.Process(target=function, args=(averaged, model))
-    process.start()
-    process.join(120)
-    seen = averaged.n_averaged.item()
-    averaged.update_parameters(set_weight(model, 6.0))
-
-    assert process.exitcode == 0
-    assert seen == between[1]
-    assert values(averaged) == after
 
 
 def integers(impl: Implementation, *numbers: int, dtype: torch.dtype = torch.int64):

@@ -83,7 +83,6 @@ def table_of(model, kind, target):
 
 
 def register(model, kind, target, hook):
-    """Register a hook of a kind."""
     method, keywords, _table = ALL_KINDS[kind]
     owner = torch_module if kind in GLOBAL_KINDS else model.get_submodule(target)
     return getattr(owner, method)(hook, **keywords)

@@ -103,8 +103,6 @@ def test_user_class_of_the_layer(info):
 
 
 def first_tensor(change):
-    """Change the first tensor of the inputs."""
-
     def changed(args, kwargs):
         args = [*args]
         for place, value in enumerate(args):

@@ -28,7 +28,6 @@ def holder(impl: Implementation, **values: torch.Tensor) -> torch.nn.Module:
 
 
 def with_buffer(impl: Implementation, value: torch.Tensor) -> torch.nn.Module:
-    """Build a module with one parameter and one buffer."""
     module = holder(impl, weight=torch.ones(1))
     module.register_buffer("buffer", value.clone())
     return module

@@ -40,27 +40,6 @@ def test_hooks_edit_a_copy_of_the_callers_mapping(impl: Implementation) -> None:
     assert types == [collections.OrderedDict]
 
 
-@for_each("assign", [False, True])
-def test_hooks_are_given_the_metadata_that_was_saved(impl: Implementation, assign: bool) -> None:
-    """A dict of each module's own, else an empty one; `assign=True` is in it (rules 10, 11)."""
-    seen: list[object] = []
-    module = parent_and_child(impl)
-    state = module.state_dict()
-    state._metadata["c"] = {"version": 3, "note": "kept"}
-    for target in (module, module.c):
-        target.register_load_state_dict_pre_hook(
-            lambda _, state_dict, prefix, metadata, *__: seen.append((prefix, dict(metadata)))
-        )
-    module.load_state_dict(state, assign=assign)
-    module.load_state_dict(dict(state), assign=assign)
-
-    added = {"assign_to_params_buffers": True} if assign else {}
-    assert seen == [
-        *(("", {"version": 1, **added}), ("c.", {"version": 3, "note": "kept", **added})),
-        *(("", added), ("c.", added)),
-    ]
-
-
 def test_order_is_parent_pre_child_pre_child_post_parent_post(impl: Implementation) -> None:
     """Load pre-hooks run parent first, post-hooks children first, in table order (rule 11)."""
     log: list[str] = []

@@ -25,7 +25,6 @@ CHECKED_WAYS = pytest.mark.parametrize(
 
 
 def register_hook(impl: Implementation, kind: str, hook: Callable[..., Any]) -> Any:
-    """Register a hook for a kind of members."""
     return getattr(impl, f"register_module_{kind}_registration_hook")(hook)
 
 

@@ -43,7 +43,6 @@ class ClassBased(torch.jit.ScriptModule):
 
 
 def add(x: torch.Tensor) -> torch.Tensor:
-    """Add a tensor."""
     return x + WEIGHTS
 
 

@@ -26,7 +26,6 @@ Sizes = list[int]
 
 
 def point():
-    """Return a point."""
     return Point(torch.ones(1), torch.ones(1))
 
 

@@ -97,7 +97,6 @@ def through_buffer(impl, module):
 
 
 def loaded_state(impl, module, kind, **options):
-    """Load the state of another one."""
     with torch.no_grad():
         other = build(impl, kind)
         for tensor in (*other.parameters(), *other.buffers()):
@@ -107,7 +106,6 @@ def loaded_state(impl, module, kind, **options):
 
 
 def attribute_set(module, name, value):
-    """Set an attribute and read it."""
     setattr(module, name, value)
     return getattr(module, name), module(inputs())
 

@@ -91,27 +91,6 @@ def test_a_generic_function_takes_layers_that_fit_twice(impl: Implementation) ->
     assert kind(torch.nn.Sequential()) == "iterable"
 
 
-def test_layers_are_found_below_the_base_class(impl: Implementation) -> None:
-    """A walk over ``__subclasses__``, as tools that look a class up by its name do, meets each once."""
-
-    class Net(impl.Module):
-        pass
-
-    class Derived(Net):
-        pass
-
-    def walk(cls: type) -> list[type]:
-        return [cls, *(found for each in cls.__subclasses__() for found in walk(each))]
-
-    direct, every = impl.Module.__subclasses__(), walk(impl.Module)
-
-    assert [each for each in (impl.Linear, impl.Sequential, Net) if direct.count(each) != 1] == []
-    assert Derived in every
-    assert impl.LazyLinear in every
-    assert impl.Module not in every[1:]
-    assert Net.__subclasses__() == [Derived]
-
-
 def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     """A class whose metaclass is ABCMeta is abstract while a method is missing."""
 
@@ -280,35 +259,3 @@ def test_a_method_that_was_patched_and_put_back_leaves_no_trace() -> None:
 
     expected = [["Block"], ["placeholder", "call_module", "call_module", "output"]]
     assert same(scenario) == ("returned", freeze(expected))
-
-
-TABLES = (
-    *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
-    *("_forward_hooks", "_state_dict_hooks"),
-)
-
-
-@for_each("kind", ["slot", "property"])
-@for_each("table", TABLES)
-def test_a_class_may_keep_a_table_elsewhere(kind, table):
-    """A slot or a property that is named as a table of the state holds what it holds in torch."""
-
-    def scenario(impl):
-        kept = {}
-        property_of_table = property(
-            lambda self: kept[table], lambda self, value: kept.update({table: value})
-        )
-        members = {"__slots__": (table,)} if kind == "slot" else {table: property_of_table}
-        module = type("Net", (impl.Module,), members)()
-        module.layer = torch.nn.Linear(2, 2)
-        module.register_buffer("mean", torch.ones(2))
-        module.scale = torch.nn.Parameter(torch.ones(2))
-        state = module.state_dict()
-        module.load_state_dict({name: tensor + 1 for name, tensor in state.items()})
-        module.eval().double()
-
-        walks = [*dict(module.named_parameters())], [type(m).__name__ for m in module.modules()]
-        assigned = type(getattr(module, table)).__name__
-        return walks, assigned, table in vars(module), module.state_dict(), module.training
-
-    same(scenario)

@@ -70,27 +70,6 @@ def test_what_each_module_is_given(metadata, extra, shuffled, assign):
     assert same(scenario)[0] == "returned"
 
 
-def test_a_child_that_is_added_during_the_load():
-    """Changing the children while they are loaded is noticed as in torch."""
-
-    def scenario(impl):
-        class Growing(impl.Module):
-            def _load_from_state_dict(self, *args):
-                self.grown = child_leaf(impl)
-
-        class Meddling(impl.Module):
-            def _load_from_state_dict(self, *args):
-                root.late = child_leaf(impl)
-
-        root = Growing()
-        first = root.load_state_dict({"grown.weight": torch.full((1,), 6.0)})
-        value = root.grown.weight.item()
-        root.meddling = Meddling()
-        return first, value, root.load_state_dict({}, strict=False)
-
-    assert same(scenario)[0] == "raised"
-
-
 def test_loading_one_module_by_hand():
     """``_load_from_state_dict`` can be called alone, with positional or keyword arguments."""
 
@@ -161,28 +140,6 @@ def test_hooks_and_overrides_are_always_told_strict(impl: Implementation, kind: 
     assert told == [True]
     assert result.missing_keys == ["0.weight", "0.bias"]
     assert result.unexpected_keys == ["0.stray"]
-
-
-def test_keys_that_an_override_reports_if_strict_are_in_every_result(impl: Implementation) -> None:
-    """The idiom of torch.ao's observers: ``elif strict: missing_keys.append(...)``."""
-
-    class Scaled(impl.Module):
-        def _load_from_state_dict(
-            self, state_dict, prefix, metadata, strict, missing, unexpected, errors
-        ):
-            if prefix + "scale" in state_dict:
-                self.scale = state_dict.pop(prefix + "scale")
-            elif strict:
-                missing.append(prefix + "scale")
-            super()._load_from_state_dict(
-                state_dict, prefix, metadata, strict, missing, unexpected, errors
-            )
-
-    model = impl.own.Sequential(Scaled())
-
-    assert model.load_state_dict({}, strict=False).missing_keys == ["0.scale"]
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0.scale"'):
-        model.load_state_dict({})
 
 
 @for_each("version", [1, 2, 3, None, (1, 2)])

@@ -29,7 +29,6 @@ class Extra:
     """Extra state, of two kinds of modules below: one has it, the other has not."""
 
     def get_extra_state(self):
-        """Return it."""
         return {"extra": 1}
 
     def set_extra_state(self, state):

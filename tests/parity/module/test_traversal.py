@@ -1,5 +1,3 @@
-from typing import Any
-
 import torch
 
 from tests.cases import for_each
@@ -134,25 +132,3 @@ def test_a_given_memo_goes_by_its_own_equality():
         return [name for name, _ in module.named_modules(memo)], len(memo)
 
     assert same(scenario)[0] == "returned"
-
-
-def test_a_table_is_read_by_its_items(impl) -> None:
-    """The tables of a module may be replaced by others, which decide what they hold and in which order."""
-
-    class Table(dict[str, Any]):
-        def items(self):
-            shown = [pair for pair in super().items() if pair[0] != "hidden"]
-            return dict(reversed(shown)).items()
-
-    model = impl.Module()
-    for name in ("first", "hidden", "last"):
-        setattr(model, name, impl.nn.Linear(1, 1, bias=False))
-        model.register_parameter(f"{name}_own", torch.nn.Parameter(torch.ones(1)))
-    model.hidden_own = None
-    model._modules = Table(model._modules)
-    model._parameters = Table(model._parameters)
-    found = [model.last_own, model.first_own, model.last.weight, model.first.weight]
-
-    assert [*model.modules()] == [model, model.last, model.first]
-    assert all(a is b for a, b in zip(model.parameters(), found, strict=True))
-    assert [name for name, _ in model.named_modules()] == ["", "last", "first"]

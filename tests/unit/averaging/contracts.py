@@ -35,31 +35,3 @@ def entries(kind: type, name: str, title: str) -> set[str]:
     """Return the names that a section describes."""
     heads = re.findall(r"^ {4}([*\w]+(?:, [*\w]+)*):", section(kind, name, title), re.MULTILINE)
     return {entry.strip("*") for head in heads for entry in head.split(", ")}
-
-
-def raised(kind: type) -> set[tuple[str, str]]:
-    """Return the pairs of member and exception that a class documents."""
-    members = public_members(kind)
-    return {(name, error) for name in members for error in entries(kind, name, "Raises")}
-
-
-def undocumented(kind: type, hooks: str = "calls it") -> list[str]:
-    """Return what docstrings lack: arguments and results. ``hooks`` marks what a library calls."""
-    missing = []
-    for name, member in public_members(kind).items():
-        text = docstring(kind, name)
-        if len(text.split()) < 3:
-            missing.append(f"{name}: docstring")
-        if isinstance(member, property) or hooks in text:
-            continue
-        signature = inspect.signature(member)
-        described = entries(kind, name, "Args")
-        missing += [
-            f"{name}: {parameter.name}"
-            for parameter in list(signature.parameters.values())[1:]
-            if parameter.name not in described and parameter.annotation is not object
-        ]
-        results = section(kind, name, "Returns") or section(kind, name, "Yields")
-        if signature.return_annotation is not None and not results:
-            missing.append(f"{name}: Returns")
-    return missing

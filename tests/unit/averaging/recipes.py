@@ -31,7 +31,6 @@ def set_to(model: nn.Module, value: Any) -> None:
 
 
 def averaged(ema: "modkit.EMA[Any]", name: str = "weight", index: int = 0) -> Tensor:
-    """Return the average of one name."""
     return dict(ema.named_averages(index))[name]
 
 
@@ -58,7 +57,6 @@ def walk(model: nn.Module, seed: int) -> None:
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the state of a model."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

@@ -354,7 +354,6 @@ class Run:
         return copy.deepcopy([[one.state_dict() for one in self.parts()], gradients, self.done])
 
     def load(self, state: list[Any]) -> None:
-        """Load all states and gradients."""
         states, gradients, self.done = state
         for part, one in zip(self.parts(), states, strict=True):
             part.load_state_dict(one)

@@ -213,27 +213,6 @@ def test_hooks_put_the_average_in_and_out(kind) -> None:
     assert same_state(net, before)
 
 
-@for_each("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
-@for_each("precision", PRECISIONS)
-def test_evaluating_changes_nothing_about_training(mode, precision) -> None:
-    """A run with validations ends in the bits of the run without, in whatever mode they start."""
-    net, optimizer, ema = loop(2, precision=precision)
-    for step in range(2, 5):
-        with mode():
-            ema.on_validation_start()
-            net.eval()
-            net(torch.randn(8, 4))
-            net.train()
-        ema.on_validation_end()
-        batch_of(net, step)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    assert averages_and_weights(net, ema) == averages_and_weights(
-        *loop(5, precision=precision)[::2]
-    )
-
-
 @pytest.mark.parametrize("duplicate", COPIES)
 def test_a_copy_in_an_evaluation_has_the_raw_weights(duplicate) -> None:
     """The copy is not evaluating, and has no optimizer, so that its loop says when to update."""

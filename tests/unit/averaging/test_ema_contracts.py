@@ -103,7 +103,6 @@ def enter(**arguments: Any) -> Callable[[Any], None]:
 
 
 def load(state: Any, **options: Any) -> Callable[[Any], object]:
-    """Return a call that loads a state."""
     return lambda ema: ema.load_state_dict(state, **options)
 
 

@@ -1,6 +1,4 @@
 import io
-import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -8,9 +6,8 @@ import torch
 from torch import nn
 
 import modkit
-from tests.cases import for_each
 from tests.helpers import freeze
-from tests.unit.averaging.recipes import PRECISIONS, averaged, model_of, network, set_to, train
+from tests.unit.averaging.recipes import averaged, model_of, network, set_to, train
 
 
 class Run:
@@ -120,28 +117,6 @@ def test_the_average_of_torch_goes_on() -> None:
         assert torch.equal(averaged(ours, name), value)
         assert torch.equal(back.module.state_dict()[name], value)
     assert ours.n_averaged == theirs.n_averaged.item()
-
-
-@for_each("options", [{"decay": 0.9, "precision": p} for p in PRECISIONS])
-@for_each("dtypes", [("float32", "bfloat16"), ("float64", "float32"), ("complex128", "complex64")])
-def test_a_model_that_was_cast_resumes(dtypes, options) -> None:
-    """Averages keep the width that they had before the cast, so the resumed run is bitwise identical."""
-    model = nn.Linear(3, 2, dtype=getattr(torch, dtypes[0]))
-    ema = modkit.EMA(model, **options)
-    for value in range(3):
-        set_to(model, value / 3)
-        ema.update()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns of complex modules
-        model.to(getattr(torch, dtypes[1]))
-    resumed = modkit.EMA(model, **options)
-    resumed.load_state_dict(pickle.loads(pickle.dumps(ema.state_dict())))
-    for value in range(3):
-        set_to(model, value / 7)
-        ema.update()
-        resumed.update()
-
-    assert freeze(resumed.state_dict()) == freeze(ema.state_dict())
 
 
 def test_the_dtype_that_to_asks_for_stays() -> None:

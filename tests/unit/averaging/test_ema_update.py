@@ -87,30 +87,6 @@ def test_one_common_prefix_does_not_change_names(outer: str, include, count: int
     assert net[0].weight.eq(2.0).all()
 
 
-@for_each("extra", ["parameter", "buffer", "shape"])
-def test_a_prefix_is_no_excuse(extra: str) -> None:
-    """A wrapper that has more than the network, or other shapes, is refused, and nothing is written."""
-    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    wrapper = nn.ModuleDict({"net": nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))})
-    if extra == "parameter":
-        wrapper.scale = nn.Parameter(torch.ones(1))
-    elif extra == "buffer":
-        wrapper.register_buffer("mean", torch.ones(1))
-    else:
-        wrapper["net"][0] = nn.Linear(3, 2)
-    ema = modkit.EMA(net, 0.5, buffers="average")
-    average = modkit.optim.swa_utils.AveragedModel(net, use_buffers=True)
-    ema.update()
-    average.update_parameters(net)
-    before = [one.clone() for one in (*average.parameters(), *dict(ema.named_averages()).values())]
-    for update in (ema.update, average.update_parameters):
-        with pytest.raises(NameMismatchError):
-            update(wrapper)
-
-    now = (*average.parameters(), *dict(ema.named_averages()).values())
-    assert all(one.equal(old) for one, old in zip(now, before, strict=True))
-
-
 @for_each("decays", [0.5, [0.5, 0.9]])
 def test_a_first_update_may_run_out_of_memory(decays) -> None:
     """Nothing has changed then: the next update is the first one, also of a model made smaller."""

@@ -1,7 +1,6 @@
 """``on_nonfinite="skip"``: such a step has no part in the average; accelerators take it and undo it."""
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 import modkit
 from modkit import schedules
-from modkit.averaging.precision import CHUNK, kept_dtype
 from modkit.optim.swa_utils import (
     AveragedModel,
     get_ema_avg_fn,
@@ -146,62 +143,6 @@ def test_averaged_model(
 
 
 # --- memory ----------------------------------------------------------------------------------------
-
-
-def peak_of(function: Callable[[], Any]) -> int:
-    """Return how many bytes a call held at most beyond those that were held before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        function()
-    events = found.profiler.kineto_results.events()
-    sizes = [one.nbytes() for one in events if one.name() == "[memory]"]
-    return max(itertools.accumulate(sizes), default=0)
-
-
-def large(dtype: torch.dtype) -> nn.Module:
-    """Return a model of 8 million parameters in one large, eight medium and many small tensors."""
-    sizes = [4_000_000, *[500_000] * 8, *[500] * 200]
-    tensors = [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
-    return nn.ParameterList(tensors)
-
-
-# Rounding to 16 bits has temporaries of its own.
-KEPT = [
-    ("same", torch.float32),
-    ("fp32", torch.bfloat16),
-    ("fp64", torch.float32),
-    ("stochastic", torch.bfloat16),
-]
-
-
-@for_each(("precision", "dtype"), KEPT)
-@for_each(
-    ("policy", "finite", "accelerator"),
-    [
-        ("ignore", True, False),
-        ("skip", True, False),
-        ("skip", False, False),
-        ("skip", True, True),
-    ],
-)
-def test_memory(
-    precision: Any, dtype: torch.dtype, policy: Any, finite: bool, accelerator: bool, monkeypatch
-) -> None:
-    """An update holds temporaries of chunks of 2**20 elements.
-
-    On an accelerator, where chunks are larger, tensors are gathered and copied, too.
-    """
-    model = large(dtype)
-    ema = modkit.EMA(model, [0.9, 0.99], precision=precision, on_nonfinite=policy)
-    if accelerator:
-        as_accelerator(monkeypatch)
-        monkeypatch.setattr("modkit.averaging.precision.DEVICE_CHUNK", CHUNK)
-    ema.update()
-    ema.update()
-    if not finite:
-        with torch.no_grad():
-            model[2][5] = float("nan")
-    itemsize = max(4, kept_dtype(dtype, precision).itemsize)
-    assert peak_of(ema.update) <= (8 * itemsize * CHUNK if accelerator else 5 * 4 * CHUNK)
 
 
 @pytest.mark.parametrize("policy", ["raise", "skip"])

@@ -20,7 +20,6 @@ FACES = [modkit.EMA, modkit.EMACallback, AveragedModel]
 
 
 def update(average: Any, model: nn.Module) -> None:
-    """Update an average of any face."""
     if isinstance(average, AveragedModel):
         average.update_parameters(model)
     else:

@@ -20,7 +20,6 @@ def walk(steps, size):
 
 
 def power_average(path, sigma_rel):
-    """Return the power averages of the path at all its steps."""
     average, result = path[0], [path[0]]
     for n, point in enumerate(path[1:], start=1):
         average = torch.lerp(point, average, Power(sigma_rel)(n))

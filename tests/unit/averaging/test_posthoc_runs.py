@@ -42,7 +42,6 @@ class Run:
         return self
 
     def resumed(self, saved: "Run", folder: Path, seed: int, every: int = 100) -> "Run":
-        """Return a run that goes on from a saved one."""
         other = Run(folder, seed, every)
         other.model.load_state_dict(saved.model.state_dict())
         other.averages.load_state_dict(saved.averages.state_dict())

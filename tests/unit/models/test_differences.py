@@ -28,7 +28,6 @@ def random_inputs(batch=3):
 
 
 def model_options(**options):
-    """Options of a small model."""
     return {**CASES["model, BN, one_hot"].options, **options}
 
 
