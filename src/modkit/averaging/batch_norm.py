@@ -42,6 +42,12 @@ def recompute(
     # Only batch normalization runs in training mode, and each module gets its own mode back.
     if call is not None and device is not None:
         raise ValueError("update_bn: device is for the default call; move the batches in call()")
+
+    def call_with_inputs(model: Any, batch: Any) -> None:
+        inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
+        model(inputs if device is None else inputs.to(device))
+
+    forward = call or call_with_inputs
     layers = layers_of(model)
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(layer, layer.momentum) for layer in layers]
@@ -73,28 +79,17 @@ def recompute(
             for module, _ in modes:
                 module.training = isinstance(module, BatchNormBase)
 
-            _run(loader, model, device, call)
+            is_empty = True
+            for batch in loader:
+                is_empty = False
+                forward(model, batch)
+            if is_empty:
+                raise ValueError(
+                    "update_bn: the loader is empty, so there are no statistics to compute"
+                )
             saved = []
         finally:
             end()
     finally:
         # This completes what a signal has interrupted, and otherwise has no effect.
         end()
-
-
-def _run(
-    loader: Iterable[Any],
-    model: torch.nn.Module,
-    device: int | str | torch.device | None,
-    call: Callable[[Any, Any], object] | None,
-) -> None:
-    is_empty = True
-    for batch in loader:
-        is_empty = False
-        if call is not None:
-            call(model, batch)
-            continue
-        inputs: Any = batch[0] if isinstance(batch, (list, tuple)) else batch
-        model(inputs if device is None else inputs.to(device))
-    if is_empty:
-        raise ValueError("update_bn: the loader is empty, so there are no statistics to compute")
