@@ -28,6 +28,9 @@ modkit.
 
 {versions}
 
+Not run: free-threaded builds of Python, macOS and Windows. What pages say of them is reasoned from the code of torch and
+Python, or simulated ([Platforms](files.md#platforms)).
+
 ## Devices
 
 modkit has no code for a device except two workarounds for XLA and one for cuDNN; it calls torch. This is what was run:
