@@ -190,8 +190,10 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
     """Return an average in a dtype; integers stay as they are.
 
     Without one, or if it is complex where the average is real or the other way round, that is
-    ``first``, the dtype in the first file, such as ``"float32"``. A finite value that is too large
-    for the dtype is a ValueError with the name.
+    ``first``, the dtype in the first file, such as ``"float32"``.
+
+    Raises:
+        ValueError: If a finite value is too large for the dtype; it has the name.
     """
     if not is_averaged(average):
         return average
