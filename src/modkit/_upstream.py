@@ -9,35 +9,42 @@ The tests run with each release of torch from 2.8 to 2.15. All of these have all
 | ``torch._utils._get_sparse_tensors_to_validate`` | since 2.15 | a list of the process |
 | ``torch.jit._script._magic_methods`` | unless ``PYTORCH_JIT=0`` | empty |
 
-- ``is_scripting`` is what TorchScript reads as a constant; the public name is one of ``torch.jit``.
-- ``jit_trace`` holds the map of modules that is set while a module is traced.
-- ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour.
-- ``IncompatibleKeys`` and ``EXTRA_STATE_KEY``: Lightning and transformers import them by name.
+No name below has a public alternative that does the same. A release of torch may change each of
+them without notice; behind the reason stands what breaks then, which the tests of that part show.
+
+- ``jit_trace`` holds the map of modules that is set while a module is traced: ``fast_inference``.
+- ``parse_to`` parses the four forms of ``Module.to``; its errors are documented behaviour: ``to``.
+- ``IncompatibleKeys``: the type that ``load_state_dict`` returns, imported by Lightning and
+  transformers: every load.
 - ``foreach_*``: one launch for a list of tensors; bitwise identical to torch, which uses them too.
   ``foreach_devices`` names the devices where they are fused. ``copy_`` and ``copy_all_`` copy where
-  XLA would share memory or crash.
+  XLA would share memory or crash: averages.
 - ``flatten`` and ``unflatten`` make and read the buckets of data-parallel training: a view of each
-  of many tensors takes twice as long in Python.
+  of many tensors takes twice as long in Python: stochastic rounding.
+- ``make_parameter``: the constructor without its checks in Python: loading with ``assign``.
+- ``storage_identity``: tensors without memory have no address, so ties among them show in the C++
+  object alone: loading tied parameters.
 - ``tensor_guard`` checks in C++ whether tensors are as they were, as dynamo does before compiled
-  code.
-- ``BatchNormBase``: the base of every batch normalization layer, users' own included.
+  code. Without it, averages compare attributes, which takes longer.
 - ``steps_in_progress`` and ``is_allocating_state`` find calls on the stack: of the wrapper around
   ``Optimizer.step``, and of the function of ``torch.distributed.checkpoint`` that calls it for
-  another purpose than to train.
-- ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo.
+  another purpose than to train: ``EMA.attach``.
+- ``never_compiled`` does what ``torch.compiler.disable`` does, which imports all of dynamo; with
+  ``skip_code`` and ``skip_frames``: the number of graphs in compiled code.
 - ``module_globals`` holds the tables of global hooks, looked up at each use, because torch and its
-  tests rebind some of the names.
+  tests rebind some of the names: registration hooks.
 - ``modes_are_active``, ``transforms_are_active``, ``tensors_are_fake``: torch has no public
-  function for active modes and transforms.
-- ``restore_of``: the rules of ``map_location``.
+  function for active modes and transforms: loading and ``fast_inference`` inside of them.
+- ``restore_of``: the rules of ``map_location``: the fast path of ``load_checkpoint``.
 - ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs
-  between releases.
+  between releases: the same path.
 - ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional``
   and recurrent layers call; ``fast_inference`` calls them itself.
 - ``sparse_tensors_to_check``: what ``torch.load`` checks at its end. After an error it keeps them,
-  and checks them with the next file.
-- ``_weights_only_unpickler``, ``_load``: the list of names that torch reads belongs to the process,
-  so one file cannot have more of them without a copy of the function that reads the list.
+  and checks them with the next file: errors of sparse tensors in ``load_checkpoint``.
+- ``readable_globals`` and ``load_with_names``: the list of names that torch reads belongs to the
+  process, so one file cannot have more of them without a copy of the function that reads the list:
+  NumPy's objects in checkpoints.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
@@ -55,13 +62,8 @@ from typing import IO, Any, Final, TypeAlias, TypeVar, cast
 import torch
 import torch.nn.modules.module as module_globals
 from torch._C._nn import _parse_to as parse_to
-from torch._jit_internal import is_scripting
 from torch.jit import _trace as jit_trace
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
-from torch.nn.modules.module import (
-    _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY,
-    _IncompatibleKeys as IncompatibleKeys,
-)
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.overrides import has_torch_function_variadic as has_torch_function
 from torch.torch_version import TorchVersion
 from torch.utils._foreach_utils import _get_foreach_kernels_supported_devices as foreach_devices
@@ -72,17 +74,19 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 # Imported names that other files import from here; names defined below need no entry.
 __all__ = [
-    "EXTRA_STATE_KEY",
-    "BatchNormBase",
     "IncompatibleKeys",
     "RemovableHandle",
     "foreach_devices",
     "has_torch_function",
-    "is_scripting",
     "jit_trace",
     "module_globals",
     "parse_to",
 ]
+
+# The last part of the name of extra state in every state dict.
+EXTRA_STATE_KEY: Final = "_extra_state"
+# The base of every batch normalization layer, users' own included.
+BatchNormBase: Final[type[Any]] = cast("Any", torch.nn.BatchNorm1d.__base__)
 
 # The stub of torch does not say that there may be no state.
 cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
@@ -309,7 +313,13 @@ def readable_globals() -> dict[str, Any]:
 
 def allowed_by_user() -> dict[str, Any]:
     """Return what ``torch.serialization.safe_globals`` and ``add_safe_globals`` allow now."""
-    allowed: dict[str, Any] = cast("Any", torch)._weights_only_unpickler._get_user_allowed_globals()
+    allowed: dict[str, Any] = {}
+    for entry in torch.serialization.get_safe_globals():
+        if isinstance(entry, tuple):
+            value, name = entry
+        else:
+            value, name = entry, f"{entry.__module__}.{entry.__qualname__}"
+        allowed[name] = value
     return allowed
 
 

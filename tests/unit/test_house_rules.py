@@ -20,7 +20,7 @@ BOUNDS = {
     "files": 2_619,
     "compat": 1_950,
     "nn": 1_416,
-    "top level": 1_497,
+    "top level": 1_496,
     "cli": 1_200,
     "migrations": 1_060,
     "jit": 902,
@@ -60,7 +60,7 @@ def test_private_names_of_torch_stand_in_one_file(file):
 
 
 # How many private names of torch, and of what it holds, the two files use. It only falls.
-PRIVATE_NAMES = {"_upstream.py": 39, "jit/_upstream.py": 13}
+PRIVATE_NAMES = {"_upstream.py": 35, "jit/_upstream.py": 13}
 
 
 @for_each("name", PRIVATE_NAMES)
