@@ -97,23 +97,6 @@ def test_batch_normalization(index: int, device: torch.device) -> None:
     torch.testing.assert_close(on_host(net.state_dict()), before, rtol=0, atol=0)
 
 
-def test_moving_and_casting_the_averages(device: torch.device) -> None:
-    """`to()` moves averages between device and host, and casts them; later updates go there."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        net.train()
-        places = []
-        for change in {"device": "cpu"}, {"device": place}, {"dtype": torch.float64}:
-            ema.to(**change)
-            train(net, ema.update, 4, 6)
-            places.append({one.device.type == place.type for _, one in ema.named_averages()})
-        end_step()
-        return dict(ema.named_averages())
-
-    agree(scenario, device)
-
-
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 def test_steps_of_an_optimizer(optimizer: Any, device: torch.device) -> None:
     """After `attach()` each step of the optimizer is an update that reads and compiles nothing."""

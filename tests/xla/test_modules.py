@@ -1,11 +1,10 @@
 import copy
-from typing import Any
 
 import pytest
 import torch
 
 import modkit
-from tests.helpers import MODKIT, Implementation
+from tests.helpers import Implementation
 from tests.xla.recipes import agree, counted, end_step, inputs, network, on_host, own_network, train
 
 
@@ -49,18 +48,6 @@ def test_a_loaded_state_can_be_trained(
     agree(scenario, device)
 
 
-def test_training_leaves_the_loaded_state_intact(device: torch.device) -> None:
-    """A state of the device is copied, so training after a load does not take its memory."""
-    state = own_network(MODKIT, device).state_dict()
-    before = on_host(state)
-    net = own_network(MODKIT, device)
-    net.load_state_dict(state)
-    end_step()
-    train(net, lambda: None, 0, 3)
-
-    torch.testing.assert_close(on_host(state), before, rtol=0, atol=0)
-
-
 def test_a_load_reads_nothing(device: torch.device) -> None:
     """Loading from the host, or from the device, reads no tensor of the device."""
     net, state = network(device), network("cpu").state_dict()
@@ -72,33 +59,6 @@ def test_a_load_reads_nothing(device: torch.device) -> None:
         end_step()
 
     assert counts.reads == 0
-
-
-CONVERSIONS: dict[str, Any] = {
-    "float": lambda net: net.float(),
-    "double": lambda net: net.double(),
-    "bfloat16": lambda net: net.bfloat16(),
-    "half": lambda net: net.half(),
-    "to dtype": lambda net: net.to(torch.bfloat16),
-    "type": lambda net: net.type(torch.float64),
-    "cpu": lambda net: net.cpu(),
-    "requires_grad_": lambda net: net.requires_grad_(False),
-    "eval": lambda net: net.eval(),
-    "train": lambda net: net.eval().train(),
-}
-
-
-@pytest.mark.parametrize("name", CONVERSIONS)
-def test_conversions(name: str, impl: Implementation, device: torch.device) -> None:
-    """Conversions give the dtypes and values of the CPU, and the modes and flags."""
-
-    def scenario(place: torch.device) -> object:
-        net = own_network(impl, place)
-        assert CONVERSIONS[name](net) is net
-        flags = [(one.training, one.linear.weight.requires_grad) for one in net.children()]
-        return net.state_dict(), flags
-
-    agree(scenario, device)
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -8,7 +8,7 @@ import modkit
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.test_scope import snapshot
-from tests.parity.fast_inference.twins import bits, called, compare, outcome
+from tests.parity.fast_inference.twins import bits
 from tests.parity.module.module_cases import seed
 
 
@@ -244,19 +244,6 @@ def test_averages_applied():
         assert bits(model(x)) == bits(plain(x))
 
 
-def test_training_is_not_folded(impl):
-    """BatchNorm in training mode normalizes with the batch and updates its statistics exactly."""
-
-    def scenario(scope):
-        model = resnet(impl).train()
-        with scope(model, fold_batch_norm=True):
-            return called(model, "no_grad", (image(),), {}), model.state_dict()
-
-    expected, actual = compare(scenario)
-
-    assert actual == expected
-
-
 def shared_models(impl):
     """Return models whose convolutions or norms are used more than once."""
 
@@ -328,20 +315,6 @@ def test_gradients():
     assert_close(y.grad, x.grad)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_errors():
-    """A wrong input raises the same type and text as the plain model."""
-
-    def scenario(scope):
-        model = prepared(stack())
-        inputs = [image(channels=3), image(dtype=torch.float64), None, "text"]
-        with scope(model, fold_batch_norm=True), torch.no_grad():
-            return [outcome(lambda: model(x))[:3] for x in inputs]
-
-    expected, actual = compare(scenario)
-
-    assert actual == expected
 
 
 def test_nested_with_the_exact_scope():

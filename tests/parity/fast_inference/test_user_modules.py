@@ -200,36 +200,6 @@ def test_replaced_methods(impl, name, place):
     assert differing_keys(scenario) == []
 
 
-@for_each("name", [*METHODS, "__getattr__", "_slow_forward"])
-def test_changed_class(impl, name):
-    """A module whose class is changed inside is called as the new class is."""
-
-    def scenario(scope):
-        model = user_module(impl)
-        cls = type(model)
-        original = getattr(cls, name)
-        with scope(model):
-            model.__class__ = type("Other", (cls,), {name: passed_on(original)})
-            first = model(batch())
-            model.__class__ = type("Another", (cls,), {"forward": lambda self, x: x * 3})
-            return first, model(batch())
-
-    assert same_inside(scenario)[0] == "returned"
-
-
-def test_backward_hooks_without_gradients(impl):
-    """A full backward hook warns of an output that holds no tensors directly, also without gradients."""
-
-    def scenario(scope):
-        model = user_module(impl, lambda self, x: {"out": x})
-        with scope(model), torch.no_grad():
-            model(batch())
-            model.register_full_backward_hook(lambda *given: None)
-            return model(batch())
-
-    assert "module output should be a Tensor" in same_inside(scenario)[2][0][1]
-
-
 def hooks_that_a_call_adds_to_itself(scope, impl):
     """Hooks that `forward` registers run in the next call; those it removes still run in this one."""
     log, handles = [], []

@@ -97,6 +97,7 @@ def through_buffer(impl, module):
 
 
 def loaded_state(impl, module, kind, **options):
+    """Load the state of another one."""
     with torch.no_grad():
         other = build(impl, kind)
         for tensor in (*other.parameters(), *other.buffers()):
@@ -106,6 +107,7 @@ def loaded_state(impl, module, kind, **options):
 
 
 def attribute_set(module, name, value):
+    """Set an attribute and read it."""
     setattr(module, name, value)
     return getattr(module, name), module(inputs())
 
@@ -338,6 +340,28 @@ def test_special_methods_of_a_module_are_the_compiled_ones():
 
     assert [(len(m), m[3], 3 in m, 4 in m) for m in modules] == [(1, 6, True, False)] * 3
     assert [(bool(m.train()), bool(m.eval())) for m in modules[1:]] == [(True, False)] * 2
+
+
+def test_a_compiled_iter_is_called(impl):
+    """TorchScript has no iterators, so Python refuses the list that it returns."""
+
+    class Listed(impl.nn.Module):
+        def forward(self, x):
+            return x
+
+        @impl.jit.export
+        def __iter__(self) -> list[int]:
+            return [5]
+
+        @impl.jit.export
+        def __len__(self) -> int:
+            return 0  # as many as it has children, like a container
+
+    module = impl.jit.script(Listed())
+    # Loaded modules of torch do not call it.
+    for each in (module, reloaded(MODKIT, module)):
+        with pytest.raises(TypeError, match="non-iterator of type 'list'"):
+            iter(each)
 
 
 @for_each("kind", KINDS)

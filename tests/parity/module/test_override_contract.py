@@ -29,6 +29,7 @@ class Extra:
     """Extra state, of two kinds of modules below: one has it, the other has not."""
 
     def get_extra_state(self):
+        """Return it."""
         return {"extra": 1}
 
     def set_extra_state(self, state):
@@ -297,6 +298,29 @@ class Mixin(torch.nn.Module):
         """Note the mode."""
         self.__dict__["seen"] = mode
         return super().train(mode)
+
+
+def test_a_mixin_keeps_its_init_and_its_overrides(impl: Implementation) -> None:
+    """A module of torch behind a user's class comes before ``Module`` in the order of bases."""
+
+    class Base(impl.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = torch.nn.Parameter(torch.ones(1))
+
+    class Net(Base, Mixin):
+        pass
+
+    net = Net().eval()
+
+    assert sorted(net._parameters) == ["lora", "own"]
+    assert net.seen is False
+    assert Net.__mro__[:3] == (Net, Base, Mixin)
+    assert [cls.__name__ for cls in Net.__mro__[3:]] == [
+        *(["Module"] if impl is MODKIT else []),
+        "Module",
+        "object",
+    ]
 
 
 def test_a_saved_method_does_not_call_a_later_patch(

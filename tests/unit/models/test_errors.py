@@ -45,13 +45,6 @@ def test_norm_type(kind, norm_type):
     assert str(caught.value) == "norm_type must in ['BN', 'LN']"
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-def test_too_few_channels(channels):
-    """An input that has no more channels than the action has none left for the latent state."""
-    with pytest.raises(AssertionError, match=f"^num_channels:{channels} <= action_encoding_dim:2$"):
-        network(num_channels=channels)
-
-
 @for_each(
     ("options", "error", "text"),
     [
@@ -86,20 +79,6 @@ def test_planes_of_another_size(size, samples):
 
     with pytest.raises(RuntimeError, match=text):
         network().eval()(torch.randn(4, 8, size, size), state(1, samples, 12))
-
-
-@pytest.mark.parametrize("kind", ["DownSample", "RepresentationNetwork", "EfficientZeroModel"])
-def test_height_without_downsampling(kind):
-    """A height that cannot be downsampled is refused when the network is built."""
-    shape = (4, 100, 96)
-    options = {
-        "DownSample": {"out_channels": 8},
-        "RepresentationNetwork": {},
-        "EfficientZeroModel": {"downsample": True},
-    }[kind]
-
-    with pytest.raises(NotImplementedError, match=r"\(4, 100, 96\).*one of \[64, 84, 96\]"):
-        getattr(NETWORKS, kind)(observation_shape=shape, **options)
 
 
 def test_actions():
