@@ -187,13 +187,20 @@ def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
 
 
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
-    """Return an average in a dtype; integers stay as they are.
+    """Cast an average; integers stay as they are.
 
-    Without one, or if it is complex where the average is real or the other way round, that is
-    ``first``, the dtype in the first file, such as ``"float32"``.
+    Args:
+        name: Its name, for the error.
+        average: The average.
+        first: Its dtype in the first file, such as ``"float32"``.
+        dtype: The requested dtype. If it is None, or complex where the average is real or the other
+            way round, ``first`` is used.
+
+    Returns:
+        The average in that dtype.
 
     Raises:
-        ValueError: If a finite value is too large for the dtype; it has the name.
+        ValueError: If a finite value is too large for the dtype.
     """
     if not is_averaged(average):
         return average
