@@ -43,7 +43,7 @@ PACKAGES = {
     "torchfcpe": "0.0.4",
 }
 SUFFIXES = (".pt", ".pth", ".ckpt", ".jit", ".safetensors", ".tar", ".wparam")
-FAULT = "an exception that is no error of a command:"
+FAULT = "an exception that is not an error of a command:"
 # torchani's networks are raw numbers in many files.
 MOST_FILES = 10
 
