@@ -1,15 +1,20 @@
-"""Averages of sharded models: export to one file, and loading from DCP checkpoints."""
+"""Averages of sharded models: one full file or state, and loading from DCP checkpoints."""
 
+import hashlib
 import os
+import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
+from modkit._messages import add_note
 from modkit._namespace import publish_all
 from modkit.averaging.checkpoints import cast as cast_average
 from modkit.averaging.ema import EMA
@@ -31,7 +36,194 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.storage import StorageReader
 
-__all__ = ["export_average", "load_averages"]
+__all__ = ["FullState", "export_average", "load_averages"]
+
+ReportT = TypeVar("ReportT")
+ResultT = TypeVar("ResultT")
+
+
+def exchanged(process_group: "ProcessGroup | None", report: Callable[[], ReportT]) -> list[ReportT]:
+    """Call a function on all ranks, and return what it returns on each; all raise its errors."""
+    if not _is_distributed():
+        return [report()]
+
+    error: BaseException | None = None
+    try:
+        content = pickle.dumps((None, report()))
+    # Also Ctrl-C: the other ranks wait for this one.
+    except BaseException as raised:  # noqa: BLE001 - raised below, when all ranks know of it
+        error = raised
+        content = pickle.dumps((_portable(raised), None))
+
+    try:
+        outcomes = _from_all_ranks(process_group, content)
+        failed = next((rank for rank, (failure, _) in enumerate(outcomes) if failure), None)
+        if failed is None:
+            return [own for _, own in outcomes]
+        failure, _ = outcomes[failed]
+        if error is not None and repr(_portable(error)) == repr(failure):
+            raise error
+        add_note(failure, f"It was raised on rank {failed}.")
+        raise failure from error
+    finally:
+        del error  # A reference cycle with this frame, which would keep the gathered tensors.
+
+
+def _from_all_ranks(process_group: Any, content: bytes) -> list[Any]:
+    """Return what all ranks have pickled. Equal contents, as those of FSDP, are not sent."""
+    count = torch.distributed.get_world_size(process_group)
+    own = hashlib.sha256(content).digest()
+    digests: list[Any] = [None] * count
+    torch.distributed.all_gather_object(digests, own, group=process_group)
+
+    contents: list[Any] = [content] * count
+    if set(digests) != {own}:
+        # The first rank that has a content sends it.
+        is_first = digests.index(own) == torch.distributed.get_rank(process_group)
+        sent = content if is_first else b""
+        torch.distributed.all_gather_object(contents, sent, group=process_group)
+    # They were pickled by this program.
+    return [pickle.loads(contents[digests.index(digest)]) for digest in digests]  # noqa: S301
+
+
+def _portable(error: BaseException) -> Exception:
+    """Return the error if it can be raised on another rank, or a RuntimeError with its text."""
+    try:
+        copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - pickled in this line
+        if isinstance(error, Exception) and repr(copied) == repr(error):
+            return error
+    except Exception:  # noqa: BLE001, S110 - whatever its class raises, it cannot be sent
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+_MSG_DISAGREE: Final = (
+    "All ranks must have averaged the same steps: with on_nonfinite='skip', pipeline stages need "
+    "EMA(process_group=). Ranks that do not hold parts of one model need a process_group= each"
+)
+
+
+class _Tensor(NamedTuple):
+    """A tensor of a rank, without its values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    is_sharded: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.shape}{', sharded' if self.is_sharded else ''}"
+
+
+class _Gathering:
+    """The contents of all ranks for a file or a state; rank 0 gets the tensors one at a time.
+
+    ``read`` returns what a rank has by name: tensors, and values in which all ranks with the name
+    must agree; then further entries, of which that of the first rank counts. A tensor that rank 0
+    lacks, as those of other pipeline stages, comes from the first rank that has it.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        process_group: "ProcessGroup | None",
+        read: Callable[[], tuple[dict[Any, Any], dict[Any, Any]]],
+    ) -> None:
+        self._group = process_group
+        self._rank = torch.distributed.get_rank(process_group) if _is_distributed() else 0
+        self._tensors: dict[Any, Tensor] = {}
+        # The first rank that has an entry.
+        self._owners: dict[Any, int] = {}
+        self.agreed: dict[Any, Any] = {}
+        self.rest: dict[Any, Any] = {}
+
+        reports = exchanged(process_group, lambda: self._described(*read()))
+        for rank, (agreed, rest) in enumerate(reports):
+            for name, value in agreed.items():
+                owner = self._owners.setdefault(name, rank)
+                first = self.agreed.setdefault(name, value)
+                if value != first:
+                    key = name if isinstance(name, str) else ".".join(map(str, name))
+                    raise RuntimeError(
+                        f"{call}: {key} is {first} on rank {owner} and {value} on rank {rank}. "
+                        f"{_MSG_DISAGREE}"
+                    )
+            for name, value in rest.items():
+                self.rest.setdefault(name, value)
+        self.tensors = {n: value for n, value in self.agreed.items() if isinstance(value, _Tensor)}
+
+    def _described(
+        self, agreed: dict[Any, Any], rest: dict[Any, Any]
+    ) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Keep the tensors of this rank, and return the entries without their values."""
+        self._tensors = {name: value for name, value in agreed.items() if isinstance(value, Tensor)}
+        described = {
+            name: _Tensor(tensor.dtype, tuple(tensor.shape), is_sharded(tensor))
+            for name, tensor in self._tensors.items()
+        }
+        return {**agreed, **described}, rest
+
+    def collect(
+        self,
+        names: Iterable[Any],
+        consumer: Callable[[Iterator[tuple[Any, Tensor]]], AbstractContextManager[ResultT]],
+    ) -> ResultT | None:
+        """Pass the tensors to a block on rank 0, which ends when no rank has failed to gather."""
+        result: ResultT | None = None
+        with ExitStack() as block:
+
+            def gather() -> None:
+                nonlocal result
+                gathered = self._gathered(names)
+                try:
+                    if self._rank == 0:
+                        result = block.enter_context(consumer(_without_errors(gathered)))
+                finally:
+                    # Gathering is a collective: after an error, the other ranks wait for it.
+                    errors = [value for _, value in gathered if isinstance(value, Exception)]
+                if errors:
+                    raise errors[0]
+
+            exchanged(self._group, gather)
+            exchanged(self._group, block.close)
+        return result
+
+    def _gathered(self, names: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+        """Yield each name with the full tensor on rank 0, or with an error of this rank."""
+        for name in names:
+            owner = self._owners[name]
+            value = self._full(name, owner) if name in self._tensors else None
+            if owner and self._rank == owner:
+                sent = [_portable(value) if isinstance(value, Exception) else value]
+                torch.distributed.send_object_list(sent, group=self._group, group_dst=0)
+            elif owner and self._rank == 0:
+                received: list[Any] = [None]
+                torch.distributed.recv_object_list(received, group=self._group, group_src=owner)
+                value = received[0]
+            yield name, value
+
+    def _full(self, name: Any, owner: int) -> Tensor | Exception | None:
+        """Gather one tensor; only the rank that has it first and rank 0 copy it to the host."""
+        full: Tensor | None = None
+        try:
+            full = whole_tensor(self._tensors[name]).detach()
+            return full.cpu() if self._rank in (0, owner) else None
+        except Exception as error:
+            # A lost connection ends the gathering. What fails on this rank alone does not: the
+            # other ranks go on to the next tensor.
+            if full is None and not isinstance(error, MemoryError):
+                raise
+            return error
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _without_errors(gathered: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Tensor]]:
+    for name, value in gathered:
+        if isinstance(value, Exception):
+            raise value
+        yield name, value
 
 
 @torch.no_grad()
@@ -83,120 +275,181 @@ def export_average(
         <All keys matched successfully>
     """
     file = Path(path)
-    contents = _Contents(ema, index, dtype, streamed=file.suffix == ".safetensors")
+    is_streamed = file.suffix == ".safetensors"
+    contents = _Gathering(
+        "export_average", process_group, lambda: _contents_of(ema, index, dtype, is_streamed)
+    )
+    described = {
+        name: Described(contents.agreed["dtype", name], torch.Size(tensor.shape))
+        for name, tensor in contents.tensors.items()
+    }
+    if is_streamed:
+        described = in_file_order(described)
+
+    @contextmanager
+    def writing(gathered: Iterator[tuple[str, Tensor]]) -> Generator[None]:
+        tensors = (
+            (name, cast_average(name, tensor, str(tensor.dtype)[6:], described[name].dtype))
+            for name, tensor in gathered
+        )
+        state = OrderedDict(contents.rest)
+        metadata = {name[1]: state.pop(name) for name in contents.rest if isinstance(name, tuple)}
+        if is_streamed:
+            with atomic_write(file) as unfinished:
+                versions = versions_as_metadata(metadata)
+                write_safetensors(unfinished, described, tensors, versions)
+                yield
+            return
+
+        for name, tensor in tensors:
+            # Tied tensors stay tied: each has the name of the first.
+            first = contents.rest[name]
+            state[name] = compact(tensor) if first == name else state[first]
+        if metadata:
+            vars(state)["_metadata"] = metadata
+        yield
+        save_checkpoint(state, file)
+
+    contents.collect(described, writing)
+
+
+def _contents_of(
+    ema: EMA[Any], index: int, dtype: torch.dtype | None, is_streamed: bool
+) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return the tensors of a file with the counters of their average, and its other entries.
+
+    Names are strings. Tuples are the keys of what is not in the file under a name.
+    """
+    averages = dict(ema.named_averages(index))
+    if not averages:
+        raise RuntimeError(
+            f"export_average: {ema!r} has no average yet, and the file would hold the training "
+            "weights. Call update() first, or load a state; with update_after_step the average "
+            "starts later"
+        )
+    named = NamedTensors(ema.model)
+    check_not_partitioned("export_average", named.modules)
+    parameters = {name: member.current() for name, member in named.parameters.items()}
+    ema._engine.check_filled("export_average", parameters)
     ema._warn_of_first("export_average", index)
-    gathered = contents.gathered()
+    members = named.all()
+    average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
 
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    error: Exception | None = None
-    if not is_distributed or torch.distributed.get_rank(process_group) == 0:
-        try:
-            contents.write(file, gathered)
-        except Exception as raised:  # noqa: BLE001 - raised below, when all ranks know of it
-            error = raised
-
-    # Gathering is a collective: after an error on rank 0, the other ranks wait for it.
-    for _ in gathered:
-        pass
-
-    messages = [None if error is None else f"{type(error).__name__}: {error}"]
-    if is_distributed:
-        try:
-            torch.distributed.broadcast_object_list(messages, group=process_group, group_src=0)
-        except RuntimeError as lost:
-            # The connection is lost, which may be what the first error reports too.
-            raise lost from error
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # A reference cycle with this frame, which would keep the gathered tensors.
-    if messages[0] is not None:
-        raise RuntimeError(f"export_average: rank 0 could not write {file}: {messages[0]}")
+    state: Mapping[str, Any] = ema.model.state_dict(keep_vars=True)
+    names = canonical_names(state)
+    agreed: dict[Any, Any] = {("index",): index, ("n_averaged",): ema.n_averaged}
+    # A wrapped module comes after its wrapper, and replaces it.
+    rest: dict[Any, Any] = {
+        ("_metadata", canonical_name(f"{path}.").removesuffix(".")): entry
+        for path, entry in getattr(state, "_metadata", {}).items()
+    }
+    first_names: dict[int, str] = {}
+    for key, value in state.items():
+        name = names[key]
+        rest[name] = value
+        if isinstance(value, Tensor):
+            average = average_of.get(id(value))
+            agreed[name] = value if average is None else average
+            is_cast = dtype is not None and value.is_floating_point()
+            agreed["dtype", name] = dtype if is_cast else value.dtype
+            # The first name of a tied tensor.
+            rest[name] = first_names.setdefault(id(value), name)
+        elif is_streamed:
+            raise ValueError(f"{name} is not a tensor; a safetensors file holds only tensors")
+    return agreed, rest
 
 
-class _Contents:
-    """The state dict of a model, with an average as its weights.
+class FullState:
+    """The full state of averages, for a checkpoint that one rank writes.
+
+    The state of an ``EMA`` of a sharded model has the shards of one rank. Pass this object wherever
+    a library saves what ``state_dict()`` returns on rank 0, such as
+    ``accelerator.register_for_checkpointing``: it gathers the averages, and loads each rank's part
+    of them. World size and sharding may differ when the state is loaded.
+
+    All ranks must call both methods. Gathering takes one full tensor at a time on each rank, and
+    the host memory of rank 0 for all averages; ``torch.distributed.checkpoint``, which takes the
+    ``EMA`` itself, needs neither.
 
     Args:
         ema: The averages.
-        index: Index of the average.
-        dtype: Dtype of floating-point tensors. Default: that of each tensor in the model.
-        streamed: Whether the tensors are written one by one, in the order of a safetensors file.
+        process_group: The ranks that hold the model. Default: all.
 
-    Raises:
-        RuntimeError: If there is no average yet.
-        ValueError: If ``streamed`` and an entry is not a tensor.
+    Example:
+        >>> from modkit import EMA, nn
+        >>> from modkit.distributed import FullState
+        >>> ema = EMA(nn.Linear(2, 1), decay=0.9)
+        >>> ema.update()
+        >>> state = FullState(ema).state_dict()
+        >>> resumed = EMA(nn.Linear(2, 1), decay=0.9)
+        >>> FullState(resumed).load_state_dict(state)
+        >>> resumed.n_averaged
+        1
     """
 
-    def __init__(
-        self, ema: EMA[Any], index: int, dtype: torch.dtype | None, *, streamed: bool
-    ) -> None:
-        self._streamed = streamed
-        averages = dict(ema.named_averages(index))
-        if not averages:
-            raise RuntimeError(
-                f"export_average: {ema!r} has no average yet, and the file would hold the training "
-                "weights. Call update() first, or load a state; with update_after_step the average "
-                "starts later"
-            )
-        named = NamedTensors(ema.model)
-        check_not_partitioned("export_average", named.modules)
-        parameters = {name: member.current() for name, member in named.parameters.items()}
-        ema._engine.check_filled("export_average", parameters)
-        members = named.all()
-        average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
+    def __init__(self, ema: EMA[Any], process_group: "ProcessGroup | None" = None) -> None:
+        self._ema = ema
+        self._group = process_group
 
-        state: OrderedDict[str, Any] = ema.model.state_dict(keep_vars=True)
-        names = canonical_names(state)
-        # Versions of the modules, which torch reads from an attribute of the state dict.
-        self._metadata: OrderedDict[str, Any] | None = getattr(state, "_metadata", None)
-        if self._metadata is not None and any(names[name] != name for name in names):
-            # A wrapped module comes after its wrapper, and replaces it.
-            self._metadata = OrderedDict(
-                (canonical_name(f"{path}.").removesuffix("."), entry)
-                for path, entry in self._metadata.items()
-            )
-        self._values: dict[str, Any] = {}
-        self._described: dict[str, Described] = {}
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Gather the state of the averages; all ranks must call this.
 
-        for key, value in state.items():
-            name = names[key]
-            average = average_of.get(id(value))
-            self._values[name] = value if average is None else average
-            if isinstance(value, Tensor):
-                written = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                self._described[name] = Described(written, value.shape)
-            elif streamed:
-                raise ValueError(f"{name} is not a tensor; a safetensors file holds only tensors")
-        if streamed:
-            self._described = in_file_order(self._described)
+        Returns:
+            On rank 0 the state that ``EMA.state_dict()`` returns, with full tensors in host memory;
+            an empty dict on the other ranks.
 
-    def gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather the tensors into host memory one by one; all ranks must consume all of them."""
-        for name in self._described:
-            yield name, whole_tensor(self._values[name]).detach().cpu()
-
-    def write(self, path: Path, gathered: Iterator[tuple[str, Tensor]]) -> None:
-        """Write the file, consuming the gathered tensors, on the rank that raises its errors."""
-        gathered = (
-            (name, cast_average(name, tensor, str(tensor.dtype)[6:], self._described[name].dtype))
-            for name, tensor in gathered
+        Raises:
+            RuntimeError: If the ranks have averaged different steps, or have tensors of one name
+                and different shapes.
+        """
+        state = _Gathering(
+            "FullState", self._group, lambda: (dict(_flattened(self._ema.state_dict())), {})
         )
-        if self._streamed:
-            with atomic_write(path) as unfinished:
-                metadata = versions_as_metadata(self._metadata or {})
-                write_safetensors(unfinished, self._described, gathered, metadata)
-            return
 
-        state: OrderedDict[str, Any] = OrderedDict(self._values)
-        first: dict[int, Tensor] = {}
-        for name, tensor in gathered:
-            # Tied tensors stay tied.
-            state[name] = first.setdefault(id(self._values[name]), compact(tensor))
-        if self._metadata is not None:
-            vars(state)["_metadata"] = self._metadata
-        save_checkpoint(state, path)
+        def nested(gathered: Iterator[tuple[Any, Tensor]]) -> AbstractContextManager[Any]:
+            return nullcontext(_nested({**state.agreed, **dict(gathered)}))
+
+        return state.collect(state.tensors, nested) or {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state that :meth:`state_dict` returned; all ranks must call this with it.
+
+        Args:
+            state_dict: The state; each rank takes its part of it.
+
+        Raises:
+            ValueError: If the state is invalid, or empty on some ranks and not on others.
+            NameMismatchError: If the state does not fit the model.
+            RuntimeError: If the model holds an average, as inside ``EMA.applied()``.
+        """
+        _load(self._ema, self._group, lambda: dict(_flattened(state_dict)), dict)
+
+
+def _load(
+    ema: EMA[Any],
+    process_group: "ProcessGroup | None",
+    look: Callable[[], Mapping[tuple[Any, ...], Any]],
+    read: Callable[[dict[tuple[Any, ...], Any]], Mapping[tuple[Any, ...], Any]],
+) -> None:
+    """Load a state on all ranks: ``look`` returns entries by path, and ``read`` their values."""
+    entries: Mapping[tuple[Any, ...], Any] = {}
+
+    def report() -> tuple[bool, list[str]]:
+        nonlocal entries
+        entries = look()
+        return bool(entries), sorted(NamedTensors(ema.model).names())
+
+    reports = exchanged(process_group, report)
+    if len({has_state for has_state, _ in reports}) > 1:
+        raise ValueError(
+            "FullState.load_state_dict(): some ranks have no state. state_dict() returns it on "
+            "rank 0 alone: load the file on all ranks"
+        )
+    # Only other ranks have these, as other stages of a pipeline do. They may be large.
+    foreign = set[str]().union(*(names for _, names in reports)) - NamedTensors(ema.model).names()
+    own = {path: entry for path, entry in entries.items() if path[-1] not in foreign}
+    exchanged(process_group, lambda: ema.load_state_dict(_nested(read(own)) if own else {}))
 
 
 def load_averages(
@@ -246,40 +499,46 @@ def load_averages(
 
     is_folder = isinstance(checkpoint, (str, os.PathLike))
     reader = FileSystemReader(cast("str", checkpoint)) if is_folder else cast("Any", checkpoint)
-    metadata = reader.read_metadata()
-    # The path of keys in the nested dict, by the flat name in the checkpoint.
-    saved: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
     prefix = tuple(key.split("."))
-    paths = {name: path for name, path in saved.items() if tuple(path[: len(prefix)]) == prefix}
-    if not paths:
-        keys = sorted({str(path[0]) for path in saved.values()})
-        raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {keys}"))
 
-    with torch.inference_mode(False), torch.no_grad():
-        room = _room_for(ema, {name: metadata.state_dict_metadata[name] for name in paths}, paths)
-        with warnings.catch_warnings():
+    def look() -> dict[tuple[Any, ...], Any]:
+        """Return the flat name and the metadata of each entry, by its path below the key."""
+        metadata = reader.read_metadata()
+        # The path of keys in the nested dict, by the flat name in the checkpoint.
+        saved: Mapping[str, tuple[Any, ...]] = metadata.planner_data or {}
+        entries = {
+            tuple(path[len(prefix) :]): (name, metadata.state_dict_metadata[name])
+            for name, path in saved.items()
+            if tuple(path[: len(prefix)]) == prefix
+        }
+        if not entries:
+            keys = sorted({str(path[0]) for path in saved.values()})
+            raise ValueError(shown(f"load_averages: nothing was saved as {key!r}, but {keys}"))
+        return entries
+
+    def read(entries: dict[tuple[Any, ...], Any]) -> dict[tuple[Any, ...], Any]:
+        with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
             # torch takes a single process for a mistake.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            room = _room_for(ema, entries)
             load(room, storage_reader=reader, planner=_planner(), process_group=process_group)
-    state = _nested({tuple(paths[name][len(prefix) :]): value for name, value in room.items()})
-    ema.load_state_dict(state)
+        return {path: room[name] for path, (name, _) in entries.items()}
+
+    _load(ema, process_group, look, read)
 
 
-def _room_for(
-    ema: EMA[Any], saved: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]]
-) -> dict[str, Any]:
+def _room_for(ema: EMA[Any], entries: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
     """Return a tensor for each tensor of a checkpoint: a shard where the model has one."""
     members = NamedTensors(ema.model).all()
     room: dict[str, Any] = {}
-    for name, entry in saved.items():
-        # The last part of a path is the name of a tensor, which has dots of its own.
-        member = members.get(str(paths[name][-1]))
-
+    for path, (name, entry) in entries.items():
         if not hasattr(entry, "properties"):
             # The planner puts a value here that is not a tensor.
             room[name] = None
             continue
 
+        # The last part of a path is the name of a tensor, which has dots of its own.
+        member = members.get(str(path[-1]))
         tensor: Any = None if member is None else member.tensor
         dtype = entry.properties.dtype
         if is_sharded(tensor) and tensor.shape == entry.size:
@@ -287,6 +546,15 @@ def _room_for(
         else:
             room[name] = torch.empty(entry.size, dtype=dtype, device="cpu")
     return room
+
+
+def _flattened(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the values of nested dicts and lists with their paths; :func:`_nested` undoes it."""
+    if not isinstance(state, (Mapping, list)):
+        yield path, state
+        return
+    for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+        yield from _flattened(value, (*path, key))
 
 
 def _planner() -> Any:

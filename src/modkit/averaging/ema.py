@@ -4,7 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Generic, NoReturn
+from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,6 +42,9 @@ from modkit.averaging.tensors import (
     write_all,
 )
 
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = ["EMA", "EMAOptions"]
 
@@ -82,7 +85,7 @@ class EMA(Generic[ModelT_co]):
     checkpointing; tied tensors are averaged once. Methods raise ``NameMismatchError`` before
     anything changes if names or shapes of a model do not match; :meth:`rebind` adapts the averages
     to a model that has changed on purpose. No update synchronizes with an accelerator, except with
-    ``on_nonfinite="raise"``, and the first one with ``"skip"``.
+    averages on another device, with ``on_nonfinite="raise"``, and the first one with ``"skip"``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
@@ -99,7 +102,9 @@ class EMA(Generic[ModelT_co]):
             :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for
             decays close to 1. ``"stochastic"`` rounds stochastically
             (https://arxiv.org/abs/1502.02551, section 3.1).
-        device: Device of the averages. Default: that of each parameter.
+        device: Device of the averages. Default: that of each parameter. With ``"cpu"`` and a model
+            on an accelerator, each update that averages waits for the step and copies the
+            parameters to the host: use ``update_every``.
         buffers: ``"copy"``, ``"average"`` or ``"ignore"`` floating-point buffers, or a dict from
             globs of names to one of the three; the first glob that matches counts. Integer buffers
             have no average: they are copied, and ignored only if a glob says so. Buffers that are
@@ -115,6 +120,9 @@ class EMA(Generic[ModelT_co]):
             schedule; on accelerators it counts there, because reading the flag is a host sync.
         seed: Seed for stochastic rounding, of one generator per device. XLA has no generators, so
             its 16-bit averages are rounded with noise of the host, which reads them at each update.
+        process_group: The ranks that take, or skip, a step together, if ``on_nonfinite`` is not
+            ``"ignore"``: all stages of a pipeline. It costs one all-reduce of one element. Default:
+            the ranks that share a sharded tensor. A pickle does not hold it.
 
     Raises:
         TypeError: If ``model`` is not a module, or is sharded by ``FullyShardedDataParallel``
@@ -179,6 +187,7 @@ class EMA(Generic[ModelT_co]):
         trainable_only: bool = False,
         on_nonfinite: OnNonfinite = "ignore",
         seed: int = 0,
+        process_group: "ProcessGroup | None" = None,
     ) -> None:
         self.model = model
         self.update_after_step = checked_count("update_after_step", update_after_step, 0)
@@ -201,6 +210,7 @@ class EMA(Generic[ModelT_co]):
             device=None if device is None else torch.device(device),
             on_nonfinite=on_nonfinite,
             seed=seed,
+            process_group=process_group,
         )
         self._engine = Engine(model, len(self.schedules), options)
 

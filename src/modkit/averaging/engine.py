@@ -386,7 +386,7 @@ class Engine:
         shapes = shapes_of(self.averages[0].tensors)
         former_shapes = {name: shapes.get(former_names.get(name, "")) for name in averaged}
         new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
-        precision.check_finite("EMA", new)
+        precision.check_finite("EMA", new, self.options.process_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -3,7 +3,7 @@
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, SupportsIndex, TypeAlias, TypedDict, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypeAlias, TypedDict, cast, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from modkit.averaging.precision import PRECISIONS, OnNonfinite, Precision, is_av
 from modkit.averaging.schedules import Decay
 from modkit.averaging.tensors import Member, NamedTensors
 
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Globs of names (``"head.*"``), or a predicate.
 Names: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
@@ -71,6 +74,8 @@ class EMAOptions(TypedDict, total=False):
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises RuntimeError. Default: ``"ignore"``.
         seed: Seed for stochastic rounding. Default: 0.
+        process_group: The ranks that skip a step together. Default: None, those that share a
+            tensor.
 
     Example:
         >>> from modkit import EMACallback, nn
@@ -92,6 +97,7 @@ class EMAOptions(TypedDict, total=False):
     trainable_only: bool
     on_nonfinite: OnNonfinite
     seed: int
+    process_group: "ProcessGroup | None"
 
 
 @dataclass(frozen=True)
@@ -106,6 +112,7 @@ class Options:
     device: torch.device | None = None
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
+    process_group: Any = None
     # That of ``EMA.to``, which takes precedence over ``precision``.
     dtype: torch.dtype | None = None
     # ``AveragedModel`` copies parameters that are not averaged, and averages integers, which
@@ -142,6 +149,14 @@ class Options:
 
         object.__setattr__(self, "include", self._names_in("include", self.include))
         object.__setattr__(self, "exclude", self._names_in("exclude", self.exclude))
+
+    def __deepcopy__(self, memo: object) -> "Options":
+        # Nothing changes it, and a process group cannot be copied.
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process has other groups.
+        return {**vars(self), "process_group": None}
 
     def _names_in(self, option: str, names: Names) -> Names:
         """Return the names of an option: a predicate, one glob, or a tuple of globs."""

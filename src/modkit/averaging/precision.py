@@ -21,7 +21,7 @@ differently.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from modkit._upstream import (
     foreach_norm,
     unflatten,
 )
-from modkit.averaging.sharding import local_shard, meshes_of, true_everywhere
+from modkit.averaging.sharding import groups_of, local_shard, true_everywhere
 
 
 Precision: TypeAlias = Literal["same", "fp32", "fp64", "stochastic"]
@@ -319,7 +319,7 @@ def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
+def first_nonfinite(tensors: Mapping[str, Tensor], process_group: Any = None) -> str | None:
     """Return the first name with elements that are not finite. This is a host sync.
 
     Of sharded tensors it tests the local shards; ranks that share tensors agree on the result.
@@ -331,22 +331,23 @@ def first_nonfinite(tensors: Mapping[str, Tensor]) -> str | None:
 
     # All ranks must take the same way: one that raised alone would leave the others waiting.
     flag = torch.tensor(name_here is None, device="cpu")
-    if true_everywhere(flag, meshes_of(tensors.values())):
+    if true_everywhere(flag, groups_of(tensors.values(), process_group)):
         return None
     return name_here or "a parameter on another rank"
 
 
-def check_finite(owner: str, tensors: Mapping[str, Tensor]) -> None:
+def check_finite(owner: str, tensors: Mapping[str, Tensor], process_group: Any = None) -> None:
     """Check that all values are finite. This is a host sync.
 
     Args:
         owner: The class that averages, with which the error begins.
         tensors: Tensors by name.
+        process_group: The ranks that agree. Default: those that share the tensors.
 
     Raises:
         RuntimeError: If a value is not finite. It names the first tensor.
     """
-    name = first_nonfinite(tensors)
+    name = first_nonfinite(tensors, process_group)
     if name is not None:
         raise RuntimeError(f"{owner}: {name} is not finite. Nothing has been changed.")
 

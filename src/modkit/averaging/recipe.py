@@ -22,10 +22,10 @@ from modkit.averaging import precision
 from modkit.averaging.options import Options
 from modkit.averaging.rules import Count, Group, Rule, copy, grouped
 from modkit.averaging.sharding import (
+    groups_of,
     is_sharded,
     is_sharded_alike,
     local_shard,
-    meshes_of,
     true_everywhere,
 )
 from modkit.averaging.storage import Average, Tensors
@@ -313,7 +313,7 @@ class Plan(Watched):
         self._currents = currents
         self._copies = copies
         self._groups: list[Group] = grouped(averages, currents, alone=alone)
-        self._meshes = meshes_of(currents.values())
+        self._ranks = groups_of(currents.values(), options.process_group)
         members = [member for model in models for member in model.buffers.values()]
         self._watching = partial(
             Watch,
@@ -363,11 +363,12 @@ class Plan(Watched):
         finite: bool | Tensor = True
         is_first = not isinstance(count, Tensor) and count == 0
         skips = self._options.on_nonfinite == "skip"
+        ranks = self._options.process_group
         if self._options.on_nonfinite == "raise":
-            precision.check_finite(self._options.owner, self._currents)
+            precision.check_finite(self._options.owner, self._currents, ranks)
         # The only flag of a device that is read on the host: whether there is an average decides
         # what reading, saving and swapping do.
-        if skips and is_first and precision.first_nonfinite(self._currents) is not None:
+        if skips and is_first and precision.first_nonfinite(self._currents, ranks) is not None:
             return False
 
         if not self._has_copies:
@@ -395,7 +396,7 @@ class Plan(Watched):
             A bool if the values are in host memory, a tensor of one bool if they are on a device.
         """
         tensors = [tensor for group in self._groups for tensor in group.currents]
-        flag = true_everywhere(precision.all_finite(tensors), self._meshes)
+        flag = true_everywhere(precision.all_finite(tensors), self._ranks)
         return bool(flag) if flag.device.type in precision.HOST_DEVICES else flag
 
 

@@ -1,7 +1,7 @@
 """Sharded models, as ``fully_shard`` makes them: their tensors are ``DTensor``."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, cast
 
 import torch
@@ -81,34 +81,51 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
                 cast("Any", module).reshard()
 
 
-def meshes_of(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return the device meshes of sharded tensors that this rank is in, in their order."""
-    meshes = [cast("Any", tensor).device_mesh for tensor in tensors if is_sharded(tensor)]
-    return [mesh for mesh in dict.fromkeys(meshes) if mesh.get_coordinate() is not None]
+def groups_of(tensors: Iterable[Any], process_group: Any = None) -> list[Any]:
+    """Return the groups of ranks that agree on tensors: the given one, or those of their meshes."""
+    if process_group is not None:
+        return [process_group]
+    # All ranks go through the meshes in the same order.
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors if is_sharded(tensor))
+    own = [mesh for mesh in meshes if mesh.get_coordinate() is not None]
+    return [mesh.get_group(dimension) for mesh in own for dimension in range(mesh.ndim)]
 
 
-def true_everywhere(flag: Tensor, meshes: Iterable[Any]) -> Tensor:
-    """Return True if a flag is true on all ranks: one all-reduce per dimension of the meshes.
+def true_everywhere(flag: Tensor, groups: Iterable[Any]) -> Tensor:
+    """Return True if a flag is true on all ranks: one all-reduce per group.
 
     The result is on the device of the flag, and is not read on the host.
     """
     number = flag
-    # All ranks go through the meshes in the same order.
-    for mesh in meshes:
-        number = number.to(mesh.device_type, torch.int32)
-        for dimension in range(mesh.ndim):
-            group = mesh.get_group(dimension)
-            torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
+    for group in groups:
+        backends = torch.distributed.get_backend_config(group).split(",")
+        devices = [backend.partition(":")[0] for backend in backends]
+        device = flag.device.type if flag.device.type in devices else devices[0]
+        number = number.to(device, torch.int32)
+        torch.distributed.all_reduce(number, torch.distributed.ReduceOp.MIN, group=group)
     return number.to(flag.device, torch.bool)
 
 
-def whole(state: Any) -> Any:
-    """Gather sharded tensors in nested dicts and lists into host memory. This is a collective."""
-    if isinstance(state, Mapping):
-        return {key: whole(value) for key, value in state.items()}
-    if isinstance(state, list):
-        return [whole(value) for value in state]
-    return whole_tensor(state).cpu() if is_sharded(state) else state
+def are_own_shards(tensors: Iterable[Any], like: Iterable[Any]) -> bool:
+    """Return True if all ranks have shards of their own, of tensors that may be from a file.
+
+    It is a collective of the ranks of ``like`` if one is; tensors on a mesh of ``like`` are not.
+    """
+    shards = [*filter(is_sharded, like)]
+    known = {id(tensor.device_mesh) for tensor in shards}
+    read = {t.device_mesh for t in tensors if is_sharded(t) and id(t.device_mesh) not in known}
+    if not read:
+        return True
+    is_own = torch.distributed.is_initialized() and all(map(_is_here, read))
+    return bool(true_everywhere(torch.tensor(is_own, device="cpu"), groups_of(shards)))
+
+
+def _is_here(mesh: Any) -> bool:
+    """Return True if a mesh has the coordinate of this rank: one from a file has its saver's."""
+    if mesh.mesh.max() >= torch.distributed.get_world_size():
+        return False
+    places = (mesh.mesh == torch.distributed.get_rank()).nonzero().tolist()
+    return bool(places == [[*(mesh.get_coordinate() or ())]])
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -120,20 +137,6 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         # Offloaded shards go to the device of the mesh, where the collective runs.
         return cast("Tensor", sharded.to(sharded.device_mesh.device_type).full_tensor())
-
-
-def split_up(state: Any, members: Mapping[str, Tensor], like: Any = None) -> Any:
-    """Shard the full tensors of nested dicts and lists like those of a model, by name.
-
-    ``like`` is the tensor of the model that ``state`` itself belongs to, if it is a tensor.
-    """
-    if isinstance(state, Tensor):
-        return state if like is None else shards_of(state, like)
-    if isinstance(state, list):
-        return [split_up(value, members) for value in state]
-    if isinstance(state, Mapping):
-        return {key: split_up(value, members, members.get(key)) for key, value in state.items()}
-    return state
 
 
 def is_sharded_alike(first: Any, second: Any) -> bool:

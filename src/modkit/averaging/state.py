@@ -21,6 +21,7 @@ from modkit.averaging import schedules as decays
 from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
+from modkit.averaging.sharding import are_own_shards
 from modkit.averaging.tensors import NamedTensors, canonical_name, check_match, shapes_of
 from modkit.errors import MigrationError, NameMismatchError, shown
 
@@ -39,6 +40,10 @@ _FAILURES: Final = (
 # since later releases "raw", "stepped" and "statistics" if there are any.
 VERSION: Final = 1
 _MISFIT: Final = "EMA: the state does not fit the model"
+_MSG_OTHER_SHARDS: Final = (
+    "the state holds the shards of another rank, because one rank saved it for all. Save the state "
+    "dict of modkit.distributed.FullState(ema) in its place, or use torch.distributed.checkpoint"
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -432,8 +437,11 @@ def matched(
         _check_like(f"averages[{index}]['tensors']", tensors, dense)
         tensors.update(_sums(index, stored))
 
+    shards = [tensor for tensors in tensors_of_each for tensor in tensors.values()]
+    if not are_own_shards([*shards, *loaded.raw.values()], averaged.values()):
+        raise invalid_state(_MSG_OTHER_SHARDS)
     if options.on_nonfinite != "ignore":
-        _check_finite(tensors_of_each, options.on_nonfinite)
+        _check_finite(tensors_of_each, options)
     return averaged, copied, tensors_of_each
 
 
@@ -468,7 +476,7 @@ def _check_like(path: str, tensors: Mapping[str, Tensor], members: Mapping[str, 
             )
 
 
-def _check_finite(tensors_of_each: list[dict[str, Tensor]], on_nonfinite: str) -> None:
+def _check_finite(tensors_of_each: list[dict[str, Tensor]], options: Options) -> None:
     """Raise ValueError, with the path in the state, if a value is not finite."""
     tensors = {
         f"averages[{index}]['tensors'][{name!r}]": tensor
@@ -477,9 +485,9 @@ def _check_finite(tensors_of_each: list[dict[str, Tensor]], on_nonfinite: str) -
     }
 
     # One test of all tensors, in which all ranks of a sharded model take part.
-    path = first_nonfinite(tensors)
+    path = first_nonfinite(tensors, options.process_group)
     if path is not None:
         raise invalid_state(
-            f"the loaded averages must be finite with on_nonfinite={on_nonfinite!r}: {path} "
-            "contains inf or nan"
+            f"the loaded averages must be finite with on_nonfinite={options.on_nonfinite!r}: "
+            f"{path} contains inf or nan"
         )

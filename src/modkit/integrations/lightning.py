@@ -1,14 +1,18 @@
 """``EMACallback`` for Lightning's Trainer; it needs ``lightning`` or ``pytorch_lightning``."""
 
 import copy
+import functools
 import importlib
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import Unpack
 
 from modkit._messages import install_extra
@@ -30,13 +34,16 @@ from modkit.averaging.ema import EMA
 from modkit.averaging.optimizer_steps import check_optimizer, trains_any
 from modkit.averaging.options import checked_count
 from modkit.averaging.schedules import Decays
-from modkit.averaging.sharding import MSG_FLATTENED, has_shards, split_up, whole
-from modkit.averaging.tensors import NamedTensors
+from modkit.averaging.sharding import MSG_FLATTENED, has_shards
+from modkit.distributed import FullState, load_averages
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import verify_checksums, write_checkpoint
 
 
 __all__ = ["EMACallback"]
+
+# The folder of averages in a distributed checkpoint, which is a folder too.
+FOLDER: Final = "ema"
 
 
 def _package() -> Any:
@@ -147,7 +154,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         self._options = options
         self._evaluation = Evaluation()
         # The state of the averages in a checkpoint, until the fit starts.
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | Path | None = None
         self._handles: list[RemovableHandle] = []
         self._fitting = self._training = False
         # The path of the latest checkpoint of this fit or evaluation, which a tuner restores, and
@@ -208,6 +215,28 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         self._loaded = self._saved = None
         self._latest_epoch = -1
         trainer.strategy.checkpoint_io = _CheckpointIO(trainer, self)
+        if _saves_shards(trainer):
+            # It does not use the plugin.
+            self._wrap_save(trainer.strategy)
+
+    def _wrap_save(self, strategy: Any) -> None:
+        """Save the averages beside the shards of a checkpoint."""
+        save_checkpoint = functools.partial(type(strategy).save_checkpoint, strategy)
+
+        @functools.wraps(save_checkpoint)
+        def save_both(
+            checkpoint: dict[str, Any], filepath: Any, *args: Any, **options: Any
+        ) -> None:
+            save_checkpoint(checkpoint, filepath, *args, **options)
+            self._saved = filepath
+            if self.ema is not None and self.state_key in checkpoint.get("callbacks", ()):
+                folder = Path(strategy.broadcast(filepath), FOLDER)
+                # In the block the state has the training weights, in place of which the checkpoint
+                # has the average.
+                with torch.inference_mode(False), self.ema.applied(index=self.index):
+                    save({"ema": self.ema.state_dict()}, checkpoint_id=folder)
+
+        strategy.save_checkpoint = save_both
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Start or resume averaging, with the model on its device and sharded. Lightning calls it.
@@ -244,12 +273,21 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         if self.ema is None or self.ema.model is not pl_module:
             self.ema = average_of(pl_module, self._decay, self._options)
         if self._loaded is not None:
-            self.ema.load_state_dict(split_up(self._loaded, _parameters_of(pl_module)))
+            self._load(self.ema, self._loaded)
             self._loaded = None
 
         self._fitting = True
         for optimizer in trainer.optimizers:
             self._watch(check_optimizer("EMACallback", optimizer), self.ema, trainer)
+
+    def _load(self, ema: EMA[Any], loaded: Mapping[str, Any] | Path) -> None:
+        """Load averages, and training weights that are saved with them."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "EMA: the state was saved inside", UserWarning)
+            if isinstance(loaded, Path):
+                load_averages(ema, loaded)
+            else:
+                ema.load_state_dict(loaded)
 
     def _watch(self, optimizer: torch.optim.Optimizer, ema: EMA[Any], trainer: Any) -> None:
         """Record the steps of an optimizer that has averaged parameters."""
@@ -392,7 +430,8 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
 
         Lightning calls it. The entry of the callback holds the state of ``EMA``, those training
         weights that differ from the average, and the index of the latest epoch. With sharded
-        parameters it is a collective, and the entry is gathered into host memory.
+        parameters it is a collective, and the entry is gathered on rank 0; a distributed checkpoint
+        has the averages, and the training weights, shard by shard in its folder ``ema``.
 
         Args:
             trainer: The Trainer.
@@ -412,20 +451,20 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         self._latest_step = None
         # Another callback may save at the end of an epoch before this one is called.
         EMACallback.on_train_epoch_end(self, trainer, pl_module)
-        state = ema.state_dict()
-        # The training weights are saved beside it, under the names of Lightning's state dict.
-        state.pop("raw", None)
-
         average = self.members_of(trainer, checkpoint)
-        as_raw = training_weights(ema, pl_module)
-        if has_shards(pl_module):
-            # Lightning saves the callback's entry from rank 0.
-            with torch.inference_mode(False), torch.no_grad(), as_raw:
-                raw = whole(dict(pl_module.state_dict()))
-                state = whole(state)
+        if _saves_shards(trainer):
+            state = raw = None
+        elif has_shards(pl_module):
+            # In the block the state has the training weights.
+            with torch.inference_mode(False), ema.applied(index=self.index):
+                state = FullState(ema).state_dict()
+            raw = state.pop("raw", {})
         else:
+            state = ema.state_dict()
+            # The training weights are saved beside it, under the names of Lightning's state dict.
+            state.pop("raw", None)
+            raw = self.members_of(trainer, checkpoint, training_weights(ema, pl_module))
             # Values that are not averaged are in the file once.
-            raw = self.members_of(trainer, checkpoint, as_raw)
             for name, value in average.items():
                 if _memory(raw[name]) == _memory(value):
                     del raw[name]
@@ -487,11 +526,15 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
 
         # Lightning would deepcopy the entry for load_state_dict().
         saved = checkpoint["callbacks"].pop(self.state_key, None)
-        raw = {} if saved is None else saved["raw"]
+        raw = {} if saved is None else saved["raw"] or {}
+        is_sharded = has_shards(pl_module)
+        loaded = None if saved is None else saved["ema"] or Path(trainer.ckpt_path, FOLDER)
+        if is_sharded and isinstance(loaded, dict):
+            loaded["raw"] = raw
         if not by_tuner:
             self.ema = None
             if saved is not None:
-                self._loaded = saved["ema"]
+                self._loaded = loaded
                 self._latest_epoch = saved.get("latest_epoch", -1)
             elif {"current_model_state", "averaging_state"} <= checkpoint.keys():
                 # It is a checkpoint of WeightAveraging.
@@ -501,9 +544,12 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
             else:
                 _pl.utilities.rank_zero_warn(NO_AVERAGES)
 
-        if has_shards(pl_module):
-            pl_module.load_state_dict(split_up(raw, _parameters_of(pl_module)), strict=False)
-        else:
+        if is_sharded and by_tuner and self.ema is not None and loaded is not None:
+            self._load(self.ema, loaded)
+        elif is_sharded and saved is None:
+            options = StateDictOptions(full_state_dict=True, strict=False)
+            set_model_state_dict(pl_module, dict(raw), options=options)
+        elif not is_sharded:
             loaded = {**checkpoint, "state_dict": copy.copy(checkpoint["state_dict"])}
             loaded["state_dict"].update(raw)
             trainer.strategy.load_model_state_dict(loaded, strict=pl_module.strict_loading)
@@ -529,9 +575,9 @@ def _remove_stale_of_runs(trainer: Any) -> None:
             remove_stale(folder)
 
 
-def _parameters_of(pl_module: Any) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model by canonical name."""
-    return {name: member.tensor for name, member in NamedTensors(pl_module).parameters.items()}
+def _saves_shards(trainer: Any) -> bool:
+    """Return True if a checkpoint of the strategy is a folder, to which each rank writes."""
+    return bool(getattr(trainer.strategy, "_save_distributed_checkpoint", False))
 
 
 def _memory(value: Any) -> int:

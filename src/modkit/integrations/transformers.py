@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import Self, Unpack
 
 from modkit._messages import install_extra
@@ -30,6 +31,7 @@ from modkit.averaging.optimizer_steps import check_optimizer
 from modkit.averaging.options import check_choice
 from modkit.averaging.schedules import Decays
 from modkit.averaging.swap import any_swapped
+from modkit.distributed import load_averages
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import load_checkpoint, save_checkpoint
@@ -38,16 +40,17 @@ from modkit.files.checkpoints import load_checkpoint, save_checkpoint
 __all__ = ["EMACallback"]
 
 FILE: Final = "ema.pt"
+# The folder of torch.distributed.checkpoint in its place, if the model is sharded.
+FOLDER: Final = "ema"
 VERSION: Final = 1
 
 # The entry of ``trainer_state.json`` that marks a model file as the average. Without that file a
 # Trainer does not resume, so the entry cannot get lost as ``ema.pt`` can.
 MARK: Final = "modkit.EMA"
 
-# The flags of a Trainer whose ranks hold shards of the model.
-_SHARDED: Final = (
+# The flags of a Trainer whose ranks hold shards of the model, except FSDP2.
+_REFUSED: Final = (
     "is_deepspeed_enabled",
-    "is_fsdp_enabled",
     "is_fsdp_xla_enabled",
     "is_distributed_loading_by_transformers",
 )
@@ -103,7 +106,11 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
       so the checkpoint holds the training weights, and ``load_best_model_at_end`` loads those whose
       average was the best.
 
-    A model that FSDP or DeepSpeed shards is refused.
+    With FSDP2 (``fsdp_config={"version": 2}``) the averages are sharded as the model is, and a
+    checkpoint has them in the folder ``ema``. The Trainer saves the training weights itself, and
+    ``model.safetensors`` is the average if ``state_dict_type`` is ``FULL_STATE_DICT``; with
+    ``SHARDED_STATE_DICT`` there is no such file, see
+    :func:`~modkit.distributed.export_average`. FSDP1, DeepSpeed and tensor parallelism are refused.
 
     Args:
         decay: Constant decay factor of one optimizer step, in [0, 1]. A list gives several
@@ -278,7 +285,9 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         folder = self._resumed
         step = state.global_step
         content = None if folder is None else _read(folder, step)
-        if content is not None:
+        if folder is not None and self._has_shards_in(folder):
+            load_averages(ema, folder / FOLDER)
+        elif content is not None:
             # In one state, as both have to fit the model before either is loaded.
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "EMA: the state was saved inside", UserWarning)
@@ -319,8 +328,9 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
     def _averages_in(self, folder: Path, state: Any) -> EMA[Any] | None:
         """Return the averages of the best checkpoint, whose model the Trainer has loaded."""
         assert self.ema is not None
-        content = _read(folder, state.best_global_step)
-        if content is None:
+        is_sharded = self._has_shards_in(folder)
+        content = None if is_sharded else _read(folder, state.best_global_step)
+        if content is None and not is_sharded:
             # From now on the loaded model is evaluated as it is.
             if self.save == "raw" and state.is_world_process_zero:
                 warnings.warn(
@@ -331,20 +341,30 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
             return None
 
         ema = average_of(self.ema.model, self._decay, self._options)
-        ema.load_state_dict(content["ema"])
+        if content is None:
+            load_averages(ema, folder / FOLDER)
+        else:
+            ema.load_state_dict(content["ema"])
         return ema
+
+    def _has_shards_in(self, folder: Path) -> bool:
+        """Return True if the Trainer shards its model, and a checkpoint has shards of averages."""
+        return bool(self._trainer.is_fsdp_enabled) and (folder / FOLDER).is_dir()
 
     @contextmanager
     def _training(
         self, resume_from_checkpoint: Any = None, *args: object, **kwargs: object
     ) -> Generator[None]:
         """Average during ``Trainer.train()``, whose first argument no event gets."""
-        if any(getattr(self._trainer, flag, False) for flag in _SHARDED):
+        is_refused = any(getattr(self._trainer, flag, False) for flag in _REFUSED)
+        if self._trainer.is_fsdp_enabled:
+            is_refused |= self._trainer.accelerator.state.fsdp_plugin.fsdp_version != 2
+        if is_refused:
             raise NotImplementedError(
-                "EMACallback: models that are sharded (FSDP, DeepSpeed, tensor parallel) are not "
-                "supported in the Trainer. modkit.EMA averages models of fully_shard (FSDP2), of "
-                "tensor parallelism, and of DeepSpeed ZeRO-1 and ZeRO-2 in a hand-written loop; "
-                "FSDP1 and ZeRO-3 cannot be averaged"
+                "EMACallback: models that are sharded by FSDP1, DeepSpeed or tensor parallelism "
+                "are not supported in the Trainer. FSDP2 is: fsdp_config={'version': 2}. In a "
+                "hand-written loop modkit.EMA averages models of tensor parallelism, and of "
+                "DeepSpeed ZeRO-1 and ZeRO-2; docs/distributed.md has recipes for FSDP1 and ZeRO-3"
             )
         check_outside(self._evaluation, self._trainer.model, "train()")
 
@@ -392,8 +412,10 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         # Inside an evaluation the model holds the average.
         with ema.applied(index=self.index) if is_average else training_weights(ema, trainer.model):
             yield
-            # A model that the user saves is not a checkpoint, and only one rank writes files.
-            if output_dir is None or not _internal_call or not trainer.args.should_save:
+            # A model that the user saves is not a checkpoint, and of a model that is not sharded
+            # only one rank writes files.
+            is_writer = trainer.args.should_save or trainer.is_fsdp_enabled
+            if output_dir is None or not _internal_call or not is_writer:
                 return
 
             # The Trainer writes its state after the model, so the mark is in this checkpoint.
@@ -404,6 +426,10 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
             if not trainer.args.save_only_model:
                 state = ema.state_dict()
                 raw = state.pop("raw", {})
+                if trainer.is_fsdp_enabled:
+                    # The Trainer saves the training weights by itself, after this block.
+                    save({"ema": state}, checkpoint_id=Path(output_dir) / FOLDER)
+                    return
                 content = {
                     "ema": state,
                     # Otherwise the model file has them.

@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import modkit
-from modkit.averaging.sharding import whole
+from modkit.averaging.sharding import is_sharded, whole_tensor
 from tests.unit.averaging.recipes import as_accelerator
 
 
@@ -25,6 +25,15 @@ def network(
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), norm(7), nn.Tanh(), nn.Linear(7, 1))
     return net.to(dtype)
+
+
+def whole(state: Any) -> Any:
+    """Return nested dicts and lists with full tensors in host memory, on each rank."""
+    if isinstance(state, Mapping):
+        return {key: whole(value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [whole(value) for value in state]
+    return whole_tensor(state).cpu() if is_sharded(state) else state
 
 
 def split(net: nn.Sequential, **options: Any) -> nn.Sequential:

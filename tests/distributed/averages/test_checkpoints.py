@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import modkit
 from modkit import schedules
-from modkit.averaging.sharding import is_sharded, local_shard, whole
+from modkit.averaging.sharding import is_sharded, local_shard
 from modkit.distributed import load_averages
 from tests.distributed.averages.networks import (
     averages_of,
@@ -28,6 +28,7 @@ from tests.distributed.averages.networks import (
     take_step,
     train,
     trained,
+    whole,
 )
 from tests.distributed.launcher import run
 

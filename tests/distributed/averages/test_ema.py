@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import modkit
 from modkit import schedules
-from modkit.averaging.sharding import is_sharded, local_shard, whole
+from modkit.averaging.sharding import is_sharded, local_shard
 from modkit.optim.swa_utils import AveragedModel
 from tests.distributed.averages.networks import (
     average_both,
@@ -28,6 +28,7 @@ from tests.distributed.averages.networks import (
     take_step,
     train,
     trained,
+    whole,
 )
 from tests.distributed.launcher import run
 

@@ -11,9 +11,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import modkit
-from modkit.averaging.sharding import whole
 from modkit.distributed import export_average, load_averages
-from tests.distributed.averages.networks import averages_of, counted, differing, state_of
+from tests.distributed.averages.networks import averages_of, counted, differing, state_of, whole
 from tests.distributed.launcher import run
 
 

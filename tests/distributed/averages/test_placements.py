@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import modkit
-from modkit.averaging.sharding import whole
 from modkit.distributed import export_average, load_averages
 from modkit.optim import swa_utils
-from tests.distributed.averages.networks import averages_of, differing, state_of
+from tests.distributed.averages.networks import averages_of, differing, state_of, whole
 from tests.distributed.launcher import run
 
 

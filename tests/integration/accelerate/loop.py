@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 
 import modkit
+from modkit.distributed import FullState
 
 
 def train_with_accelerate(folder, *, resume_from=None, epochs=2, save_every=3):
@@ -29,7 +30,7 @@ def train_with_accelerate(folder, *, resume_from=None, epochs=2, save_every=3):
 
     ema = modkit.EMA(model, decay=0.9).attach(optimizer)  # before prepare()
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    accelerator.register_for_checkpointing(ema)
+    accelerator.register_for_checkpointing(FullState(ema))
 
     done = 0
     if resume_from is not None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from modkit.averaging.sharding import has_shards, local_shard, whole
+from modkit.averaging.sharding import has_shards, local_shard
+from tests.distributed.averages.networks import whole
 
 
 pl = pytest.importorskip(

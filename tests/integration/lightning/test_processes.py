@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+import modkit
+from modkit.distributed import load_averages
 from tests.integration.lightning import runs
 from tests.integration.lightning.runs import QUIET, EMACallback, pl
 
@@ -116,11 +118,18 @@ def test_a_model_that_is_split_up(precision, save_distributed_checkpoint, tmp_pa
     for rank in 0, 1:
         through = report("through", rank)
         assert through["step"] == 2 * runs.BATCHES
-        assert torch.equal(through["seen"], through["average"])
+        assert torch.equal(through["seen"], through["average"].float())
         for place in runs.PLACES:
             assert report(f"from-{place}", rank)["numbers"] == through["numbers"]
     assert report("through", 0)["numbers"] != report("through", 1)["numbers"]
-    if not save_distributed_checkpoint:
+    if save_distributed_checkpoint:
+        # The averages are shards too, and load on one rank.
+        ema = modkit.EMA(runs.Sharded(), decay=0.9, precision=precision)
+        with pytest.warns(UserWarning, match="its training weights are loaded"):
+            load_averages(ema, tmp_path / "epoch-end.ckpt/ema")
+        assert ema.n_averaged == runs.BATCHES
+        assert "averages" not in torch.load(tmp_path / "epoch-end.ckpt/meta.pt")["callbacks"]
+    else:
         check_file(tmp_path / "epoch-end.ckpt")
 
 

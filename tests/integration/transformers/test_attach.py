@@ -76,7 +76,7 @@ def test_refused_trainers(tmp_path: Path) -> None:
         EMACallback().attach(run)
     with pytest.raises(ValueError, match="the Trainer has one already"):
         EMACallback(0.99).attach(trainer(tmp_path, EMACallback(0.9)))
-    run.is_fsdp_enabled = True
+    run.is_deepspeed_enabled = True
     with pytest.raises(NotImplementedError, match="sharded"):
         run.train()
 

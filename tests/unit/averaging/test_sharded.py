@@ -11,11 +11,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard
 
 import modkit
-from modkit.averaging.sharding import has_shards, is_sharded, split_up, whole
-from modkit.distributed import export_average
+from modkit.averaging.sharding import has_shards, is_sharded
+from modkit.distributed import FullState, export_average
 from modkit.errors import FileError
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
+from tests.distributed.averages.networks import whole
 from tests.helpers import MODKIT, Implementation, freeze, same
 from tests.unit.averaging.recipes import averaged, network, train
 
@@ -266,10 +267,9 @@ def test_states_become_whole_and_split_up_again(mesh) -> None:
     fully_shard(net, mesh=mesh)
     plain, ema = trained(reference), modkit.EMA(net)
     state = copy.deepcopy(plain.state_dict())
-    divided = split_up(state, dict(net.named_parameters()))
     with pytest.warns(UserWarning, match="the schedule is"):
-        ema.load_state_dict(divided)
-    again = whole(ema.state_dict())
+        FullState(ema).load_state_dict(state)
+    again = FullState(ema).state_dict()
 
     assert has_shards(net)
     assert not has_shards(reference)
