@@ -362,3 +362,20 @@ def test_rebind_lets_go_of_what_the_model_has_lost() -> None:
     ema.update()
     gc.collect()
     assert lost() is None
+
+
+def test_a_parameter_that_is_frozen_later_is_averaged_still() -> None:
+    """So it is after a resume, in a model where it is frozen from the beginning."""
+    model = layers()
+    ema = modkit.EMA(model, 0.5, trainable_only=True)
+    set_to(model, 0.0)
+    ema.update()
+    model[0].requires_grad_(False)
+    set_to(model, 4.0)
+    ema.update()
+    assert all(value.eq(2.0).all() for value in values(ema).values())
+    resumed = modkit.EMA(model, 0.5, trainable_only=True)
+    resumed.load_state_dict(ema.state_dict())
+    resumed.update()
+    assert len(values(resumed)) == 10
+    assert all(value.eq(3.0).all() for value in values(resumed).values())

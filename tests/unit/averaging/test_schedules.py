@@ -353,3 +353,20 @@ def test_profile_of_too_few_steps(n, update_every):
     """Invalid numbers of steps are refused with both values."""
     with pytest.raises(ValueError, match=rf"n={n} and update_every={update_every}"):
         profile(0.9, n, update_every)
+
+
+@for_each(
+    "schedule",
+    [*EXAMPLES, Custom(lambda n: n / (n + 3))],
+    ids=[*map(repr, EXAMPLES), "Custom"],
+)
+@for_each(("n", "k"), [(1, 1), (7, 3), (10, 10), (1000, 100), (99_999, 7)])
+def test_decay_of_several_steps(schedule, n, k):
+    """The decay of k steps together is the product of their decays, except that Equal counts models."""
+    product = math.prod(schedule(step) for step in range(n - k + 1, n + 1))
+
+    together = schedule.over(n, k)
+
+    assert together == pytest.approx(
+        n / (n + k) if isinstance(schedule, Equal) else product, rel=1e-12
+    )
