@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import modkit
 from modkit.errors import NameMismatchError
 from tests.cases import for_each
-from tests.unit.averaging.recipes import layers, set_to
+from tests.unit.averaging.recipes import layers, model_of, set_to
 
 
 PRECISIONS = ["fp32", "fp64", "stochastic"]
@@ -379,3 +379,16 @@ def test_a_parameter_that_is_frozen_later_is_averaged_still() -> None:
     resumed.update()
     assert len(values(resumed)) == 10
     assert all(value.eq(3.0).all() for value in values(resumed).values())
+
+
+def test_the_copy_of_a_buffer_that_was_tied_stays_until_the_next_update() -> None:
+    """After `rebind()` a copied buffer is there under a name that it shares by now."""
+    model = model_of([1.0])
+    model.register_buffer("first", torch.ones(1))
+    model.register_buffer("second", torch.zeros(1))
+    ema = modkit.EMA(model)
+    ema.update()
+    model.second = model.first
+    ema.rebind()
+
+    assert sorted(ema.state_dict()["buffers"]) == ["first", "second"]

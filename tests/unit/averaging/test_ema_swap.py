@@ -757,3 +757,17 @@ def test_swaps_inside_autocast(swap: str, gradients: bool) -> None:
             outputs.append(model(inputs).item())
 
     assert outputs == [-3.0, -1.5, -3.0, -1.5, -3.0]
+
+
+def test_blocks_may_end_in_any_order() -> None:
+    """The training weights are restored when the last of two overlapping blocks ends."""
+    model, first, second = two_averages()
+    outer, inner = first.applied(), second.applied()
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    between = model.weight.item()
+    inner.__exit__(None, None, None)
+
+    assert (between, model.weight.item()) == (2.0, 8.0)
+    assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
