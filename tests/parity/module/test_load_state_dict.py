@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
@@ -132,6 +133,74 @@ def test_a_tensor_that_refuses_the_copy_is_reported():
 
 
 # --- transforms and modes -------------------------------------------------------------------------
+
+
+class Logging(TorchDispatchMode):
+    """Lists the operators that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def in_forward_ad(function):
+    """Return the value and the tangent of a function of a dual tensor."""
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        values = forward_ad.make_dual(torch.ones(2), torch.full((2,), 5.0))
+        return tuple(forward_ad.unpack_dual(function(values)))
+
+
+def in_dispatch_mode(function):
+    """Return the result of a function, and the operators that a mode sees meanwhile."""
+    with Logging() as mode:
+        result = function(torch.ones(2))
+    return result, mode.operators
+
+
+TRANSFORMS = {
+    "grad": lambda function: torch.func.grad(lambda x: function(x).sum())(torch.full((2,), 5.0)),
+    "jvp": lambda function: torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),)),
+    "jacfwd": lambda function: torch.func.jacfwd(function)(torch.ones(2)),
+    "vmap": lambda function: torch.vmap(function)(torch.ones(3, 2)),
+    "functionalize": lambda function: torch.func.functionalize(function)(torch.ones(2)),
+    "forward AD": in_forward_ad,
+    "dispatch mode": in_dispatch_mode,
+}
+
+
+# Forward AD compiles its decompositions on its first use.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@for_each("name", TRANSFORMS)
+@for_each("captured", [False, True])
+@for_each("assign", [False, True])
+def test_a_load_inside_a_transform(name: str, captured: bool, assign: bool) -> None:
+    """Transforms, forward AD and dispatch modes see a copy of each entry, or refuse it."""
+
+    def scenario(impl):
+        def build():
+            module = empty(impl)
+            module.weight = torch.nn.Parameter(torch.zeros(2))
+            module.register_buffer("scale", torch.zeros(2))
+            return module
+
+        outside = build()
+
+        def load(values):
+            # A transform refuses writes to tensors from outside.
+            module = outside if captured else build()
+            if not captured:
+                module.scale = values * 0
+            module.load_state_dict({"weight": torch.ones(2), "scale": values * 2}, assign=assign)
+            return module.weight * module.scale
+
+        return TRANSFORMS[name](load)
+
+    same(scenario)
 
 
 # --- assign ---------------------------------------------------------------------------------------
