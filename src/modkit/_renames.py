@@ -138,7 +138,7 @@ def find_renames(
     fitting = len(old.keys() & new.keys()) + sum(rule.count for rule in renames.rules)
     renames.is_of_another_model = fitting < _LEAST_BY_NAME * max(1, min(len(old), len(new)))
     if renames.is_of_another_model:
-        # What a few names have in common is a coincidence.
+        # Few names have something in common by coincidence.
         renames.rules = []
         renames.pairs = {}
     return renames
@@ -366,7 +366,7 @@ def _find_parts(renames: Renames) -> None:
     renames.rules += [Rule("rename", (old,), (new,), n) for (old, new), n in counts.items()]
 
 
-# What paths have in common that differ in one part: their tensors, and the other parts.
+# Paths that differ in one part have this in common: their tensors, and the other parts.
 _OtherParts: TypeAlias = tuple[Content, int, Parts]
 
 

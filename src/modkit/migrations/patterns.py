@@ -51,7 +51,7 @@ def matches(pattern: str, names: Collection[str]) -> Iterator[Match]:
 def _values(pattern: list[str], parts: list[str]) -> tuple[str, ...] | None:
     """Return the values of the wildcards of a pattern in the parts of a name, or None."""
     if "**" in pattern:
-        # What the other segments leave; a name comes from a file, and there is one reading.
+        # It takes all that the other segments leave, so a long name of a file has one reading.
         start = pattern.index("**")
         end = len(parts) - (len(pattern) - start - 1)
         parts = [*parts[:start], ".".join(parts[start:end]), *parts[max(start, end) :]]
