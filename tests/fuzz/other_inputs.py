@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import modkit
-from modkit import files
+from modkit import files, migrations
 from modkit.averaging.posthoc import reconstruct, save_snapshot
 from modkit.cli._commands import commands
 from modkit.distributed import load_averages
@@ -205,6 +205,19 @@ def shards(dice: Dice, folder: Path, hurt: Hurt) -> None:
             raise Surprise(f"{name[:100]!r} is {tensor}")
 
 
+@migrations.declare({2: [migrations.rename("**.w", "**.v"), migrations.rename("w", "v")]})
+class Net(torch.nn.Module):
+    """A model whose checkpoints are migrated."""
+
+    def __init__(self) -> None:
+        """Make it."""
+        super().__init__()
+        self.v = torch.nn.Parameter(torch.ones(4))
+
+
+MODEL = ["--model", f"{__name__}:Net"]
+
+
 def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
     """Run commands on corrupt files; they print lines and return 0, 1 or 2."""
     data = saved({"w": torch.arange(4.0), "name": "x"})
@@ -220,6 +233,11 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
         [
             ["inspect", str(path)],
             ["verify", str(path)],
+            ["verify", str(path), "--write-sha256sums", str(folder / "sums")],
+            ["convert", str(path), "-o", str(folder / "out.safetensors")],
+            ["convert", str(path), "-o", str(folder / "out.pt"), "--key", "w"],
+            ["migrate", str(path), "-o", str(folder / "out.safetensors"), *MODEL],
+            ["migrate", "--dry-run", "--json", str(path), "--key", "w", *MODEL],
             ["inspect", "--json", str(path)],
             ["average", str(path), str(other), "-o", str(folder / "out.pt")],
             ["average", str(path), "-o", str(folder / "out.safetensors")],

@@ -152,13 +152,18 @@ def _replace(target: Path, unfinished: Path) -> None:
 def _private_folder(parent: Path) -> tuple[Path, int | None]:
     while True:
         folder = Path(tempfile.mkdtemp(_SUFFIX, _PREFIX, parent))
-        # Before it is locked, another writer may take it for a stale one and remove it.
-        with contextlib.suppress(BlockingIOError):
+        lock = None
+        try:
             lock = lock_folder(folder)
             if folder.is_dir():
                 return folder, lock
-            if lock is not None:
-                os.close(lock)
+        except BlockingIOError:
+            continue
+        except OSError:
+            _remove(folder, lock)
+            raise
+        # Before it was locked, another writer took it for a stale one and removed it.
+        _remove(folder, lock)
 
 
 def remove_stale(parent: Path) -> None:
@@ -187,8 +192,10 @@ def _last_change(folder: Path) -> float:
 
 def _remove(folder: Path, lock: int | None) -> None:
     """Remove a folder and release its lock, also if a KeyboardInterrupt comes in between."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-    finally:
-        if lock is not None:
-            os.close(lock)
+    # An error here would hide the result of the save; the next one removes what is left.
+    with contextlib.suppress(OSError):
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            if lock is not None:
+                os.close(lock)

@@ -138,8 +138,10 @@ class _Instructions:
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
         if code not in _RUN:
-            name = _CODES.get(code, f"{code:#x}")
-            raise UnknownInstructionError(f"it has the instruction {name}, which is not read here")
+            if code not in _CODES:
+                raise pickle.UnpicklingError(f"{code:#x} is not an instruction")
+            text = f"it has the instruction {_CODES[code]}, which is not read here"
+            raise UnknownInstructionError(text)
         run, cost = _RUN[code]
         if cost:
             self._unpickler.spend(cost)

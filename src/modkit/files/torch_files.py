@@ -57,8 +57,6 @@ class TorchFile:
         if archive.members.keys().isdisjoint(("version", ".data/version")):
             raise archive.corrupt("it has no version")
         self.has_checksums = archive.has_checksums
-        if kinds.kind_of(archive.text("data.pkl")) != kinds.PICKLE:
-            raise archive.corrupt("its pickle is invalid")
         self.content = read_pickle(archive.text("data.pkl"), what, len(archive.members))
         archive.check_storages(self.content.storages)
 

@@ -445,6 +445,9 @@ class Archive:
         Raises:
             FileError: If a member is corrupt.
         """
+        # To start threads takes as long as to open a small file.
+        if not targets:
+            return
         with ThreadPoolExecutor(_THREADS) as pool:
             # The list raises what a thread has raised.
             list(pool.map(self.read_into, targets, targets.values()))

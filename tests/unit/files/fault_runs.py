@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 
+from tests.unit.files.failing_calls import library
 from tests.unit.files.faults import FAULTS, Fault, NotPossible, fork
 from tests.unit.files.writers import WRITERS, Writer
 
@@ -123,7 +124,7 @@ def run(
     done = subprocess.run(
         [python, "-W", "ignore", "-m", "tests.unit.files.fault_runs", *names, *numbers],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LD_PRELOAD": str(library() or "")},
         capture_output=True,
         encoding="utf-8",
         check=False,

@@ -23,6 +23,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from modkit.files.atomic_write import atomic_write
+from tests.unit.files import failing_calls
 from tests.unit.files.writers import Writer
 
 
@@ -585,3 +586,46 @@ def leftovers(writer: Writer, folder: Path, count: int) -> None:
     assert other.read_bytes() == b"whole"
     other.unlink()
     check(writer, target, 2)
+
+
+# The last calls of these are those that clean up.
+_MAY_LEAVE: Final = {"unlink", "close", "open", "stat"}
+
+
+def failing_once(kind: str, writer: Writer, folder: Path, count: int) -> str | None:
+    """The save succeeds, or raises an OSError with the number and the path; no file is lost."""
+    if not failing_calls.is_loaded():
+        raise NotPossible("no compiler")
+    target = folder / writer.file
+    writer.save(target, 1)
+    failing_calls.arm(folder, kind, 0, 0)
+    writer.save(target, 1)
+    calls = failing_calls.disarm(kind)
+    for nth in range(1, min(calls, 40) + 1):
+        for number in (errno.EIO, errno.ESTALE, errno.ENOSPC):
+            writer.save(target, 1)
+            found: BaseException | None = None
+            failing_calls.arm(folder, kind, nth, number)
+            try:
+                writer.save(target, 2)
+            except BaseException as error:
+                found = error
+            failing_calls.disarm(kind)
+
+            where = f"call {nth} of {calls}, {errno.errorcode[number]}: {found!r}"
+            assert writer.load(target) in ({1, 2} if found else {2}), where
+            if found is not None and writer.name != "average":
+                assert isinstance(found, OSError), where
+                assert found.errno in {number, errno.EIO}, where
+                assert found.filename in {str(target), str(folder)}, f"{where}, {found.filename!r}"
+            if kind not in _MAY_LEAVE:
+                assert names_in(folder) == {target.name}, f"{where}: {names_in(folder)}"
+    writer.save(target, 3)
+    check(writer, target, 3)
+    return f"{calls} calls"
+
+
+for _kind in failing_calls.CALLS:
+    _name = f"{_kind}_fails_once"
+    _run = functools.partial(failing_once, _kind)
+    FAULTS[_name] = Fault(_name, f"one `{_kind}` fails (EIO, ESTALE, ENOSPC)", _run)
