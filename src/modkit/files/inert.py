@@ -215,8 +215,10 @@ def _tensor(
     """Describe a tensor within its storage, as ``torch._utils._rebuild_tensor_v2``."""
     if not isinstance(stored, Stored) or type(offset) is not int or offset < 0:
         raise pickle.UnpicklingError("a tensor has no storage")
-    element = stored.dtype if dtype is None else str(dtype).removeprefix("torch.")
+    element = stored.dtype if dtype is None else _dtype(dtype)
     lazy = frozenset(bits) if isinstance(bits, dict) else frozenset()
+    if "conj" in lazy and not element.startswith("complex"):
+        raise pickle.UnpicklingError("a tensor of real numbers is conjugated")
     tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride), bits=lazy)
     tensor.requires_grad = _needs_gradient(requires_grad, element)
     tensor.has_more = _has_hooks(hooks) or bits not in (None, {})
@@ -227,6 +229,13 @@ def _tensor(
     if tensor.nbytes and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
         raise pickle.UnpicklingError("a tensor extends beyond the end of its storage")
     return tensor
+
+
+def _dtype(value: Any) -> str:
+    name = str(value).removeprefix("torch.") if type(value) is Named else ""
+    if name not in ITEM_SIZES:
+        raise pickle.UnpicklingError("a tensor has a dtype that torch does not have")
+    return name
 
 
 def _layout(name: Any) -> Named:
@@ -285,12 +294,11 @@ def _nested(buffer: Any, *_: Any) -> InertTensor:
 
 
 def _on_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> InertTensor:
-    name = str(dtype).removeprefix("torch.")
-    return InertTensor(name, _sizes(size), stride=_sizes(stride), problem="meta")
+    return InertTensor(_dtype(dtype), _sizes(size), stride=_sizes(stride), problem="meta")
 
 
 def _wrapper(kind: Any, dtype: Any, size: Any, *_: Any) -> InertTensor:
-    return InertTensor(str(dtype).removeprefix("torch."), _sizes(size), problem="wrapped")
+    return InertTensor(_dtype(dtype), _sizes(size), problem="wrapped")
 
 
 def _device(kind: str, index: int | None = None) -> Named:
@@ -549,6 +557,5 @@ def read_script_pickle(data: bytes) -> Content:
 def _content_of(reader: Any) -> Content:
     content: Content = reader.content
     content.value = reader.load()
-    # torch reads no later protocol.
-    content.is_odd |= getattr(reader, "proto", 2) != 2
+    content.is_odd |= getattr(reader, "has_later", False)
     return content

@@ -91,6 +91,9 @@ class BoundedUnpickler(pickle._Unpickler):
         members: The number of members of its archive.
     """
 
+    # Whether there are instructions of later protocols, which torch.load refuses.
+    has_later = False
+
     def __init__(self, data: bytes, members: int = 0) -> None:
         # The strings of Python 2 may be in any encoding.
         super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
@@ -163,6 +166,7 @@ def _set_items(unpickler: Any) -> None:
 
 
 def _add_items(unpickler: Any) -> None:
+    unpickler.has_later = True
     unpickler.hash(unpickler.stack)
     _STOCK["ADDITEMS"](unpickler)
 
@@ -198,7 +202,17 @@ def _set_state(unpickler: Any) -> None:
     vars(target).update(dict.items(state))
 
 
+def _later(name: str) -> Callable[[Any], None]:
+    def run(unpickler: Any) -> None:
+        unpickler.has_later = True
+        _STOCK[name](unpickler)
+
+    return run
+
+
+_LATER: Final = ("MEMOIZE", "FRAME", "STACK_GLOBAL", "SHORT_BINUNICODE", "BINSTRING")
 _OWN: Final = {
+    **{name: _later(name) for name in _LATER},
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
     "ADDITEMS": _add_items,

@@ -13,7 +13,7 @@ from modkit.files.plain_pickles import is_plain_pickle
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.amplification import cost
-from tests.unit.files.hostile import ORDERED, called, named, tensor, text, tuple_of
+from tests.unit.files.hostile import ORDERED, called, named, numbers, tensor, text, tuple_of
 from tests.unit.files.raw_zip import saved
 
 
@@ -82,7 +82,7 @@ def test_the_last_place_of_the_memo():
         assert problem(b"\x80\x02Nr" + word(place) + b".", script=True) == reason
 
 
-# By name: a state that is set on an object that all files share, or set twice.
+# By name: a state that is set on an object that all files share, or set twice, and odd tensors.
 STATES = {
     "function": named("torch._utils", "_rebuild_tensor_v2") + b"}" + text("x") + b"NsN\x86b",
     "slots of a function": named("torch._utils", "_rebuild_tensor_v2")
@@ -91,13 +91,23 @@ STATES = {
     + b")s\x86b",
     "class": named("collections", "Counter") + b"}" + text("x") + b"Nsb",
     "dtype": named("torch", "float32") + b"N}" + text("x") + b"Ns\x86b",
+    "a dtype that is a function": called(
+        named("torch._utils", "_rebuild_meta_tensor_no_storage"),
+        named("torch._utils", "_rebuild_tensor"),
+        b")",
+        b")",
+        b"\x89",
+    ),
+    "a real tensor that is conjugated": tensor(
+        None, numbers(0), b")", b")", b"\x89", ORDERED, b"}" + text("conj") + b"\x88s"
+    ),
     "twice": named("a", "b") + b")\x81}b" + b"}b",
 }
 
 
 @for_each("case", STATES)
 def test_states_of_what_files_share(case):
-    """They are refused: another file would see the change."""
+    """They are refused: another file would see the change, or a reader fail later."""
     assert "its pickle is invalid" in problem(b"\x80\x02" + STATES[case] + b".")
 
 
