@@ -95,7 +95,7 @@ class SafetensorsFile:
             if not is_shape or bits % 8 or entry["data_offsets"] != [begin, end]:
                 raise ValueError(f"the tensor {name!r} is not where its header says")
             stored = Stored(name, "uint8", end - begin, "", begin)
-            dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
+            dtype = str(_DTYPES.get(entry["dtype"], entry["dtype"]))
             self.tensors[name] = InertTensor(dtype, tuple(shape), stored)
         if self._start + end != os.fstat(self._file).st_size:
             raise ValueError("its header does not fit the size of the file")
