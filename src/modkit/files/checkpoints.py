@@ -251,23 +251,19 @@ def load_checkpoint(
         # Its pickles are within the limits, and its storages within the file.
         opened = TorchFile(source, what)
         archive = opened.archive
-        if archive is None:
-            content = _left_to_torch(opened, source, what, map_location, mmap)
-            _warn_of(what)
-            return content
-
-        checked = set(archive.members)
-        if is_meta(map_location) or not verify:
-            # The content of tensors is not read.
-            checked = {name for name in checked if not name.startswith("data/")}
-        if mmap:
-            archive.verify(checked)
         content = None
-        if is_plain(archive, opened.content) and not modes_are_active():
-            mapped = source if mmap and isinstance(source, int) else None
-            content = _filled(opened.content, Filler(archive, map_location, mapped), archive)
-        # Members that have not been read yet, such as tensors that the pickle does not name.
-        archive.verify(checked)
+        if archive is not None:
+            checked = set(archive.members)
+            if is_meta(map_location) or not verify:
+                # The content of tensors is not read.
+                checked = {name for name in checked if not name.startswith("data/")}
+            if mmap:
+                archive.verify(checked)
+            if is_plain(archive, opened.content) and not modes_are_active():
+                mapped = source if mmap and isinstance(source, int) else None
+                content = _filled(opened.content, Filler(archive, map_location, mapped), archive)
+            # Members that have not been read yet, such as tensors that the pickle does not name.
+            archive.verify(checked)
         if content is None:
             content = _left_to_torch(opened, source, what, map_location, mmap)
         if not opened.has_checksums:

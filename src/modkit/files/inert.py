@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, cast
 
 from typing_extensions import Self
 
@@ -457,6 +457,10 @@ class _Reader:
         self._names = names
         self.content = Content()
 
+    def read_content(self) -> Content:
+        self.content.value = cast("Any", self).load()
+        return self.content
+
     def find_class(self, module: str, name: str) -> Any:
         # pickle writes the names of Python 2.
         module, name = NAME_MAPPING.get((module, name), (module, name))
@@ -534,10 +538,10 @@ def read_pickle(data: bytes, what: str, members: int = 0) -> Content:
         if is_plain_pickle(data, members):
             # A plain pickle with other names, or an invalid one, is read with limits.
             with suppress(Exception):
-                return _content_of(_PlainReader(_PLAIN_NAMES, io.BytesIO(data)))
+                return _PlainReader(_PLAIN_NAMES, io.BytesIO(data)).read_content()
         refused = f"{what} cannot be read as a checkpoint"
         try:
-            return _content_of(_BoundedReader(_NAMES, data, members))
+            return _BoundedReader(_NAMES, data, members).read_content()
         except UnknownInstructionError as error:
             raise FileError(f"{refused}: {error}", UNREAD) from error
         # Functions get the arguments that the file has.
@@ -549,13 +553,6 @@ def read_pickle(data: bytes, what: str, members: int = 0) -> Content:
 def read_script_pickle(data: bytes) -> Content:
     """Return the content of a pickle of a TorchScript archive; raise any error if it is invalid."""
     with collector_paused():
-        content = _content_of(_BoundedReader({}, data))
+        content = _BoundedReader({}, data).read_content()
         check_depth(content.value, _items_of)
-    return content
-
-
-def _content_of(reader: Any) -> Content:
-    content: Content = reader.content
-    content.value = reader.load()
-    content.is_odd |= getattr(reader, "has_later", False)
     return content

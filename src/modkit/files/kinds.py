@@ -140,9 +140,8 @@ def first_line(source: int | bytes) -> str:
     Args:
         source: The descriptor of the file, or its content.
     """
-    lines = (
-        read_some(source, 0, 1000).decode("utf-8", "replace").lstrip("\ufeff \t\r\n").splitlines()
-    )
+    beginning = read_some(source, 0, 1000).decode("utf-8", "replace")
+    lines = beginning.lstrip("\ufeff \t\r\n").splitlines()
     begin = f"it begins with {printable(lines[0][:60] if lines else '')!r}"
     is_pointer = bool(lines) and lines[0].startswith(_LFS)
     return f"{begin}: a Git LFS pointer; `git lfs pull` downloads the file" if is_pointer else begin

@@ -31,17 +31,15 @@ _COSTS: Final = {
     **dict.fromkeys(("EMPTY_LIST", "EMPTY_DICT"), 80),
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"), 112),
     **dict.fromkeys(("SETITEM", "SETITEMS"), 168),
-    **dict.fromkeys(("APPEND", "APPENDS", "ADDITEMS", "REDUCE", "NEWOBJ"), 32),
+    **dict.fromkeys(("APPEND", "APPENDS", "REDUCE", "NEWOBJ"), 32),
     **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
     "MARK": 64,
 }
-# Other instructions of torch's readers, without that of objects that contain themselves (POP).
+# Other instructions of torch's readers, which read protocol 2 alone.
 _FREE: Final = (
-    *("EMPTY_TUPLE", "BUILD", "GLOBAL", "STACK_GLOBAL", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1"),
-    *("BINUNICODE", "SHORT_BINUNICODE", "BINSTRING", "SHORT_BINSTRING"),
-    *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "MEMOIZE"),
-    *("PROTO", "FRAME", "STOP"),
+    *("EMPTY_TUPLE", "BUILD", "GLOBAL", "NONE", "NEWTRUE", "NEWFALSE", "PROTO", "STOP"),
+    *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"),
+    *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
 )
 _CODES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 # The cost of a call besides that of its instruction; a tensor is the largest thing that one makes.
@@ -90,9 +88,6 @@ class BoundedUnpickler(pickle._Unpickler):
         data: The pickle.
         members: The number of members of its archive.
     """
-
-    # Whether there are instructions of later protocols, which torch.load refuses.
-    has_later = False
 
     def __init__(self, data: bytes, members: int = 0) -> None:
         # The strings of Python 2 may be in any encoding.
@@ -165,18 +160,11 @@ def _set_items(unpickler: Any) -> None:
     _STOCK["SETITEMS"](unpickler)
 
 
-def _add_items(unpickler: Any) -> None:
-    unpickler.has_later = True
-    unpickler.hash(unpickler.stack)
-    _STOCK["ADDITEMS"](unpickler)
-
-
 def _call(unpickler: Any) -> None:
     function, arguments = unpickler.stack[-2:]
     first = arguments[0] if arguments else None
     length = len(first) if isinstance(first, Sized) else 0
-    is_container = isinstance(function, type) and function in _CONTAINER_COSTS
-    if is_container:
+    if isinstance(function, type) and function in _CONTAINER_COSTS:
         # It hashes what is in its argument: items, or pairs of a key and a value.
         unpickler.hash(arguments)
         unpickler.spend(_CONTAINER_COSTS[function] + _ITEM_COST * length)
@@ -202,20 +190,9 @@ def _set_state(unpickler: Any) -> None:
     vars(target).update(dict.items(state))
 
 
-def _later(name: str) -> Callable[[Any], None]:
-    def run(unpickler: Any) -> None:
-        unpickler.has_later = True
-        _STOCK[name](unpickler)
-
-    return run
-
-
-_LATER: Final = ("MEMOIZE", "FRAME", "STACK_GLOBAL", "SHORT_BINUNICODE", "BINSTRING")
 _OWN: Final = {
-    **{name: _later(name) for name in _LATER},
     "SETITEM": _set_item,
     "SETITEMS": _set_items,
-    "ADDITEMS": _add_items,
     "REDUCE": _call,
     "NEWOBJ": _new_object,
     "BUILD": _set_state,

@@ -446,11 +446,10 @@ class Archive:
             FileError: If a member is corrupt.
         """
         # To start threads takes as long as to open a small file.
-        if not targets:
-            return
-        with ThreadPoolExecutor(_THREADS) as pool:
-            # The list raises what a thread has raised.
-            list(pool.map(self.read_into, targets, targets.values()))
+        if targets:
+            with ThreadPoolExecutor(_THREADS) as pool:
+                # The list raises what a thread has raised.
+                list(pool.map(self.read_into, targets, targets.values()))
 
     def read_into(self, name: str, target: Target) -> None:
         """Verify a large member while it is copied into memory.

@@ -115,7 +115,6 @@ def test_states_of_what_files_share(case):
 WORK = {
     "SETITEM": (b"}" + b"h\1Ns" * 50, 50 * 999),
     "SETITEMS": (b"}(" + b"h\1N" * 50 + b"u", 50 * 999),
-    "items of a set": (b"\x8f(" + b"h\1" * 50 + b"\x90", 50 * 999),
     # The list, and each pair with what is in it.
     "pairs": (
         called(named("collections", "OrderedDict"), b"](" + b"h\1N\x86" * 25 + b"e"),
