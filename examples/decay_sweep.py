@@ -33,7 +33,7 @@ COLORS = ("#3d85d0", "#d9730d", "#2f9e5f")
 
 
 class Task(NamedTuple):
-    """What a run trains, and how it is tested."""
+    """A model with its optimizer, its loss in training and its test."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
