@@ -142,8 +142,8 @@ NUMBER = "must be a number, a schedule or a function of the step"
         ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
         ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
         ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
-        ({"schedule": schedules.Equal}, r"EMA: schedule must be an instance, such as Equal\(...\)"),
-        ({"schedule": [0.5, schedules.Power]}, r"EMA: schedule must be an instance, such as Power"),
+        ({"schedule": schedules.Equal}, f"EMA: schedule {NUMBER}, got <class .*Equal'>"),
+        ({"schedule": [0.5, schedules.Power]}, f"EMA: schedule {NUMBER}, got <class .*Power'>"),
     ],
 )
 def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str) -> None:
