@@ -9,11 +9,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
 from sphinx.pycode import ModuleAnalyzer
 
 import modkit
 
+
+# Without stubs for type checkers.
+nodes: Any = importlib.import_module("docutils.nodes")
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
