@@ -102,6 +102,30 @@ def test_every_kind_of_average_loads_on_other_ranks(rows: list[int], tmp_path: P
     check_loaded(saved[0], loaded, rows)
 
 
+def save_again(folder: Path, number: int) -> dict[str, Any]:
+    """Save the averages of a model, the first ones trained and the next ones loaded."""
+    net = network() if torch.distributed.get_world_size() == 1 else split(network())
+    ema: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
+    if number:
+        load_averages(ema, folder / str(number - 1))
+    else:
+        train(ema, sgd(net), 0, 4)
+    dcp.save({"ema": ema}, checkpoint_id=folder / str(number))
+    state: dict[str, Any] = whole(ema.state_dict())
+    return state
+
+
+@pytest.mark.distributed
+def test_a_run_may_change_its_ranks_again_and_again(tmp_path: Path) -> None:
+    """Saved on 4 ranks, then on 2, on 3 and on 1, the state is bitwise identical."""
+    states: list[Any] = []
+    for number, ranks in enumerate((4, 2, 3, 1)):
+        folder = tmp_path / str(ranks)
+        states += run(ranks, save_again, tmp_path / "saved", number, folder=folder)
+
+    assert all(differing(state, states[0]) == [] for state in states)
+
+
 def save_one(folder: Path) -> dict[str, Any]:
     """Save one average, with the numbers that come after two further steps."""
     ema = modkit.EMA(split(network()), decay=0.9)
