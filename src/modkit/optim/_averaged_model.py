@@ -65,8 +65,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     modkit: Tensors are paired by name, and a model that does not match is refused before anything
     is written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``,
     and so are buffers whose shape has changed. An update does not synchronize with an accelerator,
-    except with ``on_nonfinite="raise"``, and the first one with ``"skip"`` if ``n_averaged`` is in
-    host memory. The model may be lazy, may have another dtype than the average, and may hold
+    except with an average on another device, with ``on_nonfinite="raise"``, and the first one with
+    ``"skip"`` if ``n_averaged`` is in host memory. The model may be lazy, may have another dtype than the average, and may hold
     results of autograd or its own average. With the averaging functions of this module, an average
     can be pickled. ``AveragedModel[Net].module`` is a ``Net``.
 
