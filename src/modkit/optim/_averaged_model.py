@@ -66,9 +66,9 @@ class AveragedModel(_Base, Generic[ModelT_co]):
     is written. Integer, boolean and quantized buffers are copied, also with ``use_buffers=True``,
     and so are buffers whose shape has changed. An update does not synchronize with an accelerator,
     except with an average on another device, with ``on_nonfinite="raise"``, and the first one with
-    ``"skip"`` if ``n_averaged`` is in host memory. The model may be lazy, may have another dtype than the average, and may hold
-    results of autograd or its own average. With the averaging functions of this module, an average
-    can be pickled. ``AveragedModel[Net].module`` is a ``Net``.
+    ``"skip"`` if ``n_averaged`` is in host memory. The model may be lazy, may have another dtype
+    than the average, and may hold results of autograd or its own average. With the averaging
+    functions of this module, an average can be pickled. ``AveragedModel[Net].module`` is a ``Net``.
 
     Keyword Args:
         precision: ``"same"`` keeps the dtype of the model: bf16 and fp16 averages stall for decays
