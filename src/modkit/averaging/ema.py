@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
 
@@ -660,9 +660,7 @@ class EMA(Generic[ModelT_co]):
 
         if self._stored:
             # ``target`` may be a wrapper of the model, or another model.
-            own: Container[int] = pairing.places
-            if target is not self.model:
-                own = {id(member.tensor) for member in self._engine.own().all().values()}
+            own = {id(member.tensor) for member in self._engine.own().all().values()}
             rows = zip(pairing.names, tensors, versions_of(tensors), strict=True)
             self._overwritten = [row for row in rows if id(row[1]) in own]
 

@@ -130,8 +130,10 @@ class Engine:
             self.options.check_globs(model)
             for average in self.averages:
                 average.start(averaged)
-        for average in self.averages:
-            average.place(averaged)
+            self._forget_plans()
+        # Plans of other models would step what was there before.
+        if sum(average.place(averaged) for average in self.averages):
+            self._forget_plans()
         # Those of another model would be kept alive.
         own = named if model is self.model else NamedTensors(self.model)
         self._see({name: own.tensor(name) for name in averaged if own.member(name) is not None})

@@ -7,7 +7,7 @@ model. The watch runs before each step, so it consists of loops in C.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, starmap
@@ -215,13 +215,6 @@ class Copies:
             for targets, sources in lists.values()
         ]
 
-    def places(self) -> Iterator[tuple[Registry, str]]:
-        """Yield the table and the key of what users may replace: not of copies that follow."""
-        for registry, key, member in self.pairs:
-            yield member.registry, member.key
-            if not self._follow:
-                yield registry, key
-
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""
         for registry, key, member in self.pairs:
@@ -340,7 +333,9 @@ class Plan(Watched):
 
     def _find_copies(self) -> None:
         self._copies.plan()
-        places = [*self._copies.places()]
+        # Users replace sources, and copies in an averaged model; other plans replace copies.
+        places = [(member.registry, member.key) for _, _, member in self._copies.pairs]
+        places += [(registry, key) for registry, key, _ in self._copies.pairs]
         copies = [table[key] for table, key in places if table.get(key) is not None]
         # The tables are watched too: a forward may replace a buffer by one with the same metadata.
         self.watch = self._watching([*self._tensors, *copies], tables=[row[0] for row in places])
@@ -446,13 +441,14 @@ class Cache(Generic[ValueT]):
             elif not entry.value.watch.changed() or entry.value.adapt():
                 return entry.value
 
-        # After an error in ``make`` there is no value: the old one is out of date.
+        # After an error in ``make`` there is no value: the old one is out of date, and so are all
+        # if ``make`` clears the cache.
         self._entries = tuple(others)
         value = make()
         # A method as the callback would make a cycle, which keeps the averages until collected.
         reference = weakref.ref(model, partial(_forget, weakref.ref(self)))
         entry = _Entry(reference, key, value)
-        self._entries = (entry, *others[: _MOST_ENTRIES - 1])
+        self._entries = (entry, *self._entries[: _MOST_ENTRIES - 1])
         return value
 
     def clear(self) -> None:

@@ -265,17 +265,12 @@ class Swa(Rule):
 
 def _swa_one_by_one(group: Group, count: Count) -> None:
     """Take a step of the equal average in the form that torch uses on CPU."""
-    averages = group.averages[0]
-    currents = group.currents
-    device = averages[0].device
-    is_alike = (device, averages[0].dtype) == (currents[0].device, currents[0].dtype)
-
-    for average, current in zip(averages, currents, strict=True):
-        if group.has_average and is_alike:
+    for average, current in zip(group.averages[0], group.currents, strict=True):
+        if group.has_average and group.is_alike:
             # ``average + (current - average) / (n + 1)`` without copies of the average.
             average.add_(current.sub(average).div_(count + 1))
         else:
-            average.copy_(_swa_of(average, current.to(device), count))
+            average.copy_(_swa_of(average, current.to(average.device), count))
 
 
 class UserFunction(Rule):

@@ -65,18 +65,23 @@ class Average:
                 raise
             self.tensors[name] = tensor
 
-    def place(self, members: Tensors) -> None:
+    def place(self, members: Tensors) -> bool:
         """Follow a model that was moved or sharded; averages with a device of their own stay there.
 
         Args:
             members: Tensors of the model by name.
+
+        Returns:
+            Whether there are other tensors now.
         """
+        before = [*self.tensors.values()]
         for name, current in members.items():
             device = self.options.device or current.device
             tensor = shards_of(self.tensors[name], current)
             if tensor is not self.tensors[name] or tensor.device != device:
                 # A view of the full tensor would keep all of its memory.
                 self.tensors[name] = tensor.to(device, copy=True)
+        return not all(map(operator.is_, self.tensors.values(), before))
 
     def resized(
         self, members: Tensors, options: Options, former_names: Mapping[str, str]

@@ -44,15 +44,23 @@ _set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__
 
 # The tables that are put back into a module, and how each is copied. Those of buffers are among
 # them: a parametrization that is removed may leave its tensor as a buffer, and a mask that is
-# removed is a buffer that the layer needs. Hooks compute the tensors of pruning, and of the older
-# weight and spectral norm.
+# removed is a buffer that the layer needs.
 _PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
     "_parameters": dict,
     "_buffers": dict,
     "_non_persistent_buffers_set": set,
     "_modules": dict,
-    "_forward_pre_hooks": dict,
 }
+
+
+def _computing_hooks(module: torch.nn.Module) -> dict[int, Any]:
+    """Return the hooks that compute a tensor: of pruning, and the older weight and spectral norm.
+
+    Torch tells them by a method ``remove``, which ends the computation. Other hooks are not part of
+    a swap: they may come and go, inside blocks too.
+    """
+    hooks = module._forward_pre_hooks.items()
+    return {key: hook for key, hook in hooks if hasattr(hook, "remove")}
 
 
 class _Before(NamedTuple):
@@ -65,6 +73,7 @@ class _Before(NamedTuple):
     reference: weakref.ref[torch.nn.Module]
     kind: type
     tables: dict[str, Any]
+    hooks: dict[int, Any]
 
     @property
     def module(self) -> torch.nn.Module:
@@ -141,10 +150,9 @@ class Pairing(Watched):
         for module in named.modules:
             # C++ owns the registries of a scripted module, and makes new objects at each access.
             if not isinstance(module, torch.jit.ScriptModule):
-                tables_before = {
-                    name: copy(getattr(module, name)) for name, copy in _PUT_BACK.items()
-                }
-                self._before.append(_Before(weakref.ref(module), type(module), tables_before))
+                copies = {name: copy(getattr(module, name)) for name, copy in _PUT_BACK.items()}
+                hooks = _computing_hooks(module)
+                self._before.append(_Before(weakref.ref(module), type(module), copies, hooks))
         # A parametrized module has a class to itself. Removing the parametrization also deletes the
         # property that computes the tensor from that class.
         kinds = [row.kind for row in self._before if "parametrizations" in row.tables["_modules"]]
@@ -199,11 +207,10 @@ class Pairing(Watched):
         for table in ("_parameters", "_modules", "_buffers"):
             current = getattr(before.module, table)
             for key, member in before.tables[table].items():
-                if member is None or current.get(key) is member:
-                    continue
                 # A module without swapped parameters may be replaced, as an adapter without an
                 # average is.
-                names += self._names_in(member)
+                if member is not None and current.get(key) is not member:
+                    names += self._names_in(member)
         return names
 
     def _names_in(self, member: Any) -> list[str]:
@@ -228,6 +235,10 @@ def _put_back(before: _Before) -> None:
         for key in members:
             # A plain tensor that took the place of the member would hide it.
             module.__dict__.pop(key, None)
+
+    for key in _computing_hooks(module).keys() - before.hooks.keys():
+        del module._forward_pre_hooks[key]
+    module._forward_pre_hooks.update(before.hooks)
     module.__class__ = before.kind
 
 

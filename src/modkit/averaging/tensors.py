@@ -471,6 +471,8 @@ _shape_of: Final[Callable[[Tensor], torch.Size]] = operator.attrgetter("shape")
 def write_all(tensors: list[Tensor], values: list[Tensor]) -> None:
     """Give tensors other values, in one list if all are plain and keep their shapes."""
     is_plain = PLAIN.issuperset(map(type, chain(tensors, values)))
+    # The kernel does not write to lazily conjugated or negated tensors.
+    is_plain = is_plain and not any(tensor.is_conj() or tensor.is_neg() for tensor in tensors)
     if tensors and is_plain and list(map(_shape_of, tensors)) == list(map(_shape_of, values)):
         copy_all_(tensors, values, mixed=True)
     else:

@@ -248,7 +248,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         with uninterrupted(), torch.no_grad():
             # Functions of the user get the tensors one by one, or as lists.
             alone = isinstance(rule, UserFunction) and rule.alone
-            key = id(self.module), self.use_buffers, alone
+            # The plan keeps this dict, so no other module's has the same id.
+            key = id(self.module.__dict__), self.use_buffers, alone
             plan = runtime.plans.get(model, key, lambda: self._plan(model, alone=alone))
             if runtime.options.precision == "stochastic":
                 runtime.seed(counter)

@@ -187,3 +187,19 @@ def test_updates_after_a_change_are_those_of_torch(
     found = same(lambda impl: run(impl, size, rule, use_buffers, CHANGES[change]))
 
     assert found[0] == "returned"
+
+
+def test_the_copy_may_be_replaced_again_and_again(impl: Implementation) -> None:
+    """Also if another copy is where one was that is gone."""
+    model = linear(impl)
+    average = impl.AveragedModel(model)
+    for value in map(float, range(30)):
+        copied = copy.deepcopy(model)
+        del average.module
+        average.module = copied
+        del copied
+        average.n_averaged.zero_()
+        torch.nn.init.constant_(model.weight, value)
+        average.update_parameters(model)
+
+        assert (average.module.weight == value).all()

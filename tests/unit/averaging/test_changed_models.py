@@ -223,3 +223,57 @@ def test_a_parameter_that_has_become_empty_is_refused(is_begun: bool, tmp_path: 
     net.left_out.data = elements["left_out"]
     modkit.distributed.export_average(ema, tmp_path / "average.pt")
     net.load_state_dict(torch.load(tmp_path / "average.pt"))
+
+
+def of_another_shape(model: nn.Module) -> None:
+    """Give a buffer another shape."""
+    model.mean = torch.zeros(3)
+
+
+def of_another_dtype(model: nn.Module) -> None:
+    """Give a buffer another dtype."""
+    model.mean = torch.zeros(2, dtype=torch.float64)
+
+
+def without_a_buffer(model: nn.Module) -> None:
+    """Leave a place empty."""
+    model.mean = None
+
+
+def as_it_was(model: nn.Module) -> None:
+    """Change nothing."""
+
+
+@for_each("change", [of_another_shape, of_another_dtype, without_a_buffer, as_it_was])
+@for_each("first", ["taken", "skipped", "unfrozen"])
+def test_models_may_be_averaged_in_turn(change: Callable[[nn.Module], None], first: str) -> None:
+    """What an update with another model makes anew is not missed by those that were cached."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("mean", torch.zeros(2))
+    model[1].requires_grad_(first != "unfrozen")
+    other = copy.deepcopy(model)
+    change(other)
+    callback = modkit.EMACallback(model, None, 0.5, trainable_only=True, on_nonfinite="skip")
+    ema = callback.ema
+    set_to(model, float("nan") if first == "skipped" else 1.0)
+    set_to(other, 1.0)
+    ema.update()
+    ema.update(other)
+    if first == "unfrozen":
+        # Without this average, both models have been seen.
+        model[1].requires_grad_(True)
+        ema.update()
+
+    for trained, value in ((model, 3.0), (other, 4.0), (model, 5.0)):
+        before = {name: tensor.clone() for name, tensor in ema.named_averages()}
+        set_to(trained, value)
+        if trained.mean is not None:
+            trained.mean.fill_(value)
+        ema.update(trained)
+
+        after = dict(ema.named_averages())
+        mean = after.pop("mean", None)
+        assert trained.mean is None or torch.equal(mean, trained.mean)
+        assert len(after) == 4
+        for name, tensor in after.items():
+            assert torch.equal(tensor, (before[name] + value) / 2), name

@@ -771,3 +771,53 @@ def test_blocks_may_end_in_any_order() -> None:
 
     assert (between, model.weight.item()) == (2.0, 8.0)
     assert (averaged(first).item(), averaged(second).item()) == (4.0, 2.0)
+
+
+@for_each("when", ["between blocks", "in the block"])
+@for_each("is_added", [True, False])
+def test_hooks_of_users_are_no_part_of_a_swap(when: str, is_added: bool) -> None:
+    """They stay as the user has left them, also if the block replaces a tensor of their module."""
+    net = nn.Linear(1, 1)
+    calls: list[int] = []
+    handle = net.register_forward_pre_hook(lambda *_: calls.append(0))
+    ema = modkit.EMA(net, 0.5)
+    ema.update()
+    with ema.applied():
+        pass
+
+    def change() -> None:
+        if is_added:
+            net.register_forward_pre_hook(lambda *_: calls.append(1))
+        else:
+            handle.remove()
+
+    if when == "between blocks":
+        change()
+    with pytest.raises(RuntimeError, match="weight"), ema.applied():
+        if when == "in the block":
+            change()
+        net.weight = nn.Parameter(torch.zeros(1, 1))
+    net(torch.ones(1))
+
+    assert calls == ([0, 1] if is_added else [])
+
+
+@for_each("call", ["copy_to", "averaged_model", "restore"])
+def test_lazily_conjugated_tensors_are_written_to(call: str) -> None:
+    """Torch has no list kernels for them, and none for lazily negated ones."""
+    net = nn.Linear(1, 1)
+    pairs = torch.complex(torch.ones(2), torch.ones(2))
+    net.pairs = nn.Parameter(pairs.conj())
+    net.register_buffer("negated", pairs.conj().imag)
+    ema = modkit.EMA(net, 0.5, buffers="average")
+    ema.update()
+    before = copy.deepcopy(net.state_dict())
+    ema.store()
+    set_to(net, 3.0)
+
+    if call == "averaged_model":
+        net = ema.averaged_model()
+    else:
+        getattr(ema, call)()
+
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
