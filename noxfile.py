@@ -190,6 +190,16 @@ def lockstep(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def pairs(session: nox.Session) -> None:
+    """Let every feature meet every situation, ten minutes; `-- --only applied` for some pairs.
+
+    The counts of a complete run go to docs/_render/results/pairs.json and docs/test_evidence.md.
+    """
+    install(session, "test", extras="[cli,demo]")
+    session.run("python", "-m", "tests.pairs", *session.posargs, env=TEST_ENVIRONMENT)
+
+
+@nox.session(default=False)
 def portable(session: nox.Session) -> None:
     """Run the tests of files without what macOS and Windows lack; tests/simulated_platform.py says what.
 

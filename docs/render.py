@@ -17,6 +17,7 @@ from _render import (  # noqa: E402 - found through the line above
     benchmark_tables,
     comparison,
     differences,
+    pairs,
     renew,
     tested_with,
 )
@@ -35,6 +36,7 @@ PAGES = {
 BLOCKS = {
     DOCS / "benchmarks.md": benchmark_tables,
     DOCS / "comparison.md": comparison,
+    DOCS / "test_evidence.md": pairs,
 }
 
 

@@ -40,13 +40,13 @@ def install_extra(extra: str) -> str:
 MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
 
 MSG_REBIND: Final = (
-    "If the model has changed on purpose, call EMA.rebind() and go on. The averages are unchanged."
+    "If the model has changed on purpose, call EMA.rebind() and go on. PostHocEMA has to begin in "
+    "another directory. The averages are unchanged."
 )
 
 MSG_UNFROZEN: Final = (
-    "With trainable_only=True, those that are unexpected require gradients now, and have no "
-    "average: call EMA.rebind() to begin one with their present values, or average all parameters. "
-    "The averages are unchanged."
+    "With trainable_only=True, those that are unexpected require gradients now: call EMA.rebind() "
+    "to begin their averages, or average all parameters. The averages are unchanged."
 )
 
 MSG_NO_UPDATE: Final = (

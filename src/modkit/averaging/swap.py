@@ -104,7 +104,7 @@ class Pairing(Watched):
         places: Index of each tensor in these lists, by its ``id``.
         by_element: Indices of shards and of wrappers, whose data are not theirs: elements are
             exchanged.
-        casts: Indices of values that have another dtype or device.
+        casts: Indices of values that have another dtype or device, or are for inference tensors.
         recurrent: Recurrent layers of the model.
         watch: Notices tensors that were replaced, moved, cast or reshaped.
 
@@ -132,7 +132,7 @@ class Pairing(Watched):
         self.casts: list[int] = [
             index
             for index, (_, tensor, value) in enumerate(pairs)
-            if (value.dtype, value.device) != (tensor.dtype, tensor.device)
+            if (value.dtype, value.device) != (tensor.dtype, tensor.device) or tensor.is_inference()
         ]
 
         # A value that was sharded or gathered for this model does not follow its average.
@@ -279,8 +279,10 @@ class Swap:
         if pairing.casts:
             self._values = [*pairing.values]
             for index in pairing.casts:
-                raw = self.raws[index]
-                self._values[index] = self._values[index].to(raw.device, raw.dtype)
+                raw, value = self.raws[index], self._values[index]
+                # An inference tensor computes with the storage of another one only.
+                with torch.inference_mode(raw.is_inference()):
+                    self._values[index] = value.to(raw.device, raw.dtype, copy=True)
         if pairing.by_element:
             self._take_elements()
 

@@ -62,12 +62,16 @@ UNREAD: Final = "unread pickle"
 class Named(str):  # noqa: SLOT000
     """A dtype, a device or a layout of torch, by its ``repr``."""
 
+    name = property(str)
+
     def __repr__(self) -> str:
         return str(self)
 
 
 class Shape(tuple[int, ...]):  # noqa: SLOT001
     """A ``torch.Size``."""
+
+    name: Final = "torch.Size"
 
     def __new__(cls, sizes: Any = ()) -> Self:
         """Make one of at most 64 numbers."""

@@ -1,0 +1,1 @@
+"""Every feature meets every situation once: the README says how."""
