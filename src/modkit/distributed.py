@@ -20,7 +20,7 @@ from modkit.averaging.checkpoints import cast as cast_average
 from modkit.averaging.ema import EMA
 from modkit.averaging.precision import compact
 from modkit.averaging.sharding import check_not_partitioned, is_sharded, whole_tensor
-from modkit.averaging.tensors import NamedTensors, canonical_name, canonical_names
+from modkit.averaging.tensors import NamedTensors, canonical_names, canonical_paths
 from modkit.errors import shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
@@ -338,11 +338,10 @@ def _contents_of(
     state: Mapping[str, Any] = ema.model.state_dict(keep_vars=True)
     names = canonical_names(state)
     agreed: dict[Any, Any] = {("index",): index, ("n_averaged",): ema.n_averaged}
+    metadata: Any = getattr(state, "_metadata", {})
+    paths = canonical_paths(metadata)
     # A wrapped module comes after its wrapper, and replaces it.
-    rest: dict[Any, Any] = {
-        ("_metadata", canonical_name(f"{path}.").removesuffix(".")): entry
-        for path, entry in getattr(state, "_metadata", {}).items()
-    }
+    rest: dict[Any, Any] = {("_metadata", paths[at]): entry for at, entry in metadata.items()}
     first_names: dict[int, str] = {}
     for key, value in state.items():
         name = names[key]

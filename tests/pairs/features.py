@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 import modkit
 from modkit import distributed, jit, migrations
-from modkit.compat import model
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.pairs.worlds import DECAY, STEPS, Values, World, averaged, plain, reference
 from tests.unit.cli.command_line import invoke
@@ -590,19 +589,3 @@ class Jit(Feature):
         world.net.train(modes)
         jit.save(traced, path)
         yield jit.load(path)
-
-
-@feature("compat", "builds")
-class Compat(Feature):
-    """Build the model on torch and on modkit, and compare all that the two can do."""
-
-    @contextlib.contextmanager
-    def view(self, world: World, subject: Any) -> Iterator[Shown]:
-        path = "tests.pairs.situations:model_of"
-        target = model.Target(path, [world.situation.name], inputs=["8,4"])
-        results = model.compare(target)[1]
-        assert not model.failed(results), [each for each in results if each.kind != "same"]
-        yield {}
-
-    def expected(self, world: World) -> Values:
-        return {}

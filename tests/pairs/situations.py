@@ -979,9 +979,4 @@ class FullDisk(Situation):
         super().look(world, feature, subject)
 
 
-def model_of(name: str) -> torch.nn.Module:
-    """Return the model of a situation; `modkit compat` finds this function by its name."""
-    return SITUATIONS[name].build()
-
-
 Fork.plain = SITUATIONS["plain"]

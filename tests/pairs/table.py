@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from tests.pairs.features import FEATURES
-from tests.pairs.situations import SITUATIONS, Situation
+from tests.pairs.situations import SITUATIONS
 from tests.pairs.worlds import meet, silent
 
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 MISSING = "Missing key.s. in state_dict"
 LOADERS = "load_state_dict of Module, modkit.load_state_dict, migrations"
 REFUSED = [
+    ("tensor subclass", "load_checkpoint", "it needs tests.pairs.situations.Tagged, and"),
     (
         "tensor subclass",
         "save_checkpoint, load_checkpoint",
         "Tagged, which load_checkpoint does not",
     ),
-    ("tensor subclass", "load_checkpoint", "it needs tests.pairs.situations.Tagged"),
     ("wrapper of the model", LOADERS, MISSING),
     ("compile", LOADERS, MISSING),
     (
@@ -76,6 +76,11 @@ NEEDED = {
 # Found by a pair, and repaired: the feature, the situation, and what was wrong.
 FAULTS = [
     ("state of EMACallback", "inference mode", "a block failed for a model of inference tensors"),
+    (
+        "export_average",
+        "hostile names",
+        "a child called module lost its name in averages and files",
+    ),
     ("convert", "quantized", "the error named an internal class in place of torch.qint8"),
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
 ]
@@ -92,9 +97,6 @@ def refusal(feature: str, situation: str) -> str | None:
 def reason(feature: str, situation: str) -> str | None:
     """Return why a pair is not sensible, or None."""
     missing = SITUATIONS[situation].needs - FEATURES[feature].traits
-    builds = type(SITUATIONS[situation]).build is not Situation.build
-    if feature == "compat" and not builds and situation != "plain":
-        return "it builds the model by itself"
     return NEEDED[min(missing)] if missing else None
 
 

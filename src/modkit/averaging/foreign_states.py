@@ -30,10 +30,9 @@ from modkit.averaging.state import (
     Part,
     constructing,
     invalid_state,
-    path_of,
     stored_average,
 )
-from modkit.averaging.tensors import canonical_names
+from modkit.averaging.tensors import canonical_names, canonical_paths
 
 
 State: TypeAlias = Mapping[str, Any]
@@ -296,9 +295,8 @@ def read(
 def _versions_in(state: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the versions of modules, if it is the dict that ``state_dict()`` of torch returned."""
     metadata = getattr(state.get("state_dict", state), "_metadata", None)
-    return metadata and {
-        path_of(path): entry["version"] for path, entry in metadata.items() if "version" in entry
-    }
+    paths = canonical_paths(metadata or ())
+    return metadata and {paths[at]: e["version"] for at, e in metadata.items() if "version" in e}
 
 
 def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> None:

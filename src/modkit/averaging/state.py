@@ -22,7 +22,7 @@ from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import are_own_shards
-from modkit.averaging.tensors import NamedTensors, canonical_name, check_match, shapes_of
+from modkit.averaging.tensors import NamedTensors, canonical_paths, check_match, shapes_of
 from modkit.errors import MigrationError, NameMismatchError, shown
 
 
@@ -195,17 +195,11 @@ class LoadedState:
 
 def versions_of(model: torch.nn.Module) -> dict[str, int]:
     """Return the versions of a model's modules by path, without those that are 1 but its own."""
-    versions: dict[str, int] = {"": 1}
-    for path, module in model.named_modules(remove_duplicate=False):
-        # Of a wrapper and its module, which have one path, the module comes last.
-        if module._version != 1:
-            versions[path_of(path)] = module._version
-    return versions
-
-
-def path_of(path: str) -> str:
-    """Return the canonical path of a module, from the name that a tensor of it would have."""
-    return canonical_name(f"{path}._".lstrip(".")).rpartition(".")[0]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    paths = canonical_paths(modules)
+    # Of a wrapper and its module, which have one path, the module comes last.
+    versions = {paths[path]: each._version for path, each in modules.items() if each._version != 1}
+    return {"": 1, **versions}
 
 
 @contextmanager

@@ -266,7 +266,7 @@ class Swap:
         self.written: list[str] = []
         # Lists of one order, that of the pairing. ``_held`` has local shards of sharded tensors.
         self._held = pairing.tensors
-        self._values = pairing.values
+        self._values = [*pairing.values]
         self.raws: list[Tensor] = []
         self._pointers: list[int] = []
         self.versions: list[int] = []
@@ -276,13 +276,11 @@ class Swap:
         """Exchange the data. If that raises, or a signal arrives, :meth:`undo` restores them."""
         pairing = self._pairing
         self.raws = list(map(_get_data, pairing.tensors))
-        if pairing.casts:
-            self._values = [*pairing.values]
-            for index in pairing.casts:
-                raw, value = self.raws[index], self._values[index]
-                # An inference tensor computes with the storage of another one only.
-                with torch.inference_mode(raw.is_inference()):
-                    self._values[index] = value.to(raw.device, raw.dtype, copy=True)
+        for index in pairing.casts:
+            raw = self.raws[index]
+            # An inference tensor computes with the storage of another one only.
+            with torch.inference_mode(raw.is_inference()):
+                self._values[index] = self._values[index].to(raw.device, raw.dtype, copy=True)
         if pairing.by_element:
             self._take_elements()
 

@@ -32,38 +32,43 @@ _WRAPPERS: Final = frozenset(
 )
 
 
-def canonical_name(name: str) -> str:
-    """Return a tensor's name without the parts that compilers and distributed wrappers add.
+def without_wrappers(name: str) -> str:
+    """Return a name without the parts of wrappers; ``module`` may be a child's, and stays."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
-    Args:
-        name: Dotted name of a parameter or buffer.
 
-    Returns:
-        The name in the unwrapped model.
-
-    Example:
-        >>> canonical_name("module._orig_mod.layers.0._checkpoint_wrapped_module.weight")
-        'layers.0.weight'
-    """
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
-    while len(parts) > 1 and parts[0] == "module":
-        del parts[0]
-    return ".".join(parts)
+def _stripped(names: Iterable[str]) -> dict[str, str]:
+    """Map each name of one model to its name without the parts of wrappers."""
+    stripped = {name: without_wrappers(name) for name in names}
+    # DistributedDataParallel is in all names; where only some have it, it is a child of the user's.
+    while stripped and all(name.startswith("module.") for name in stripped.values()):
+        stripped = {name: each.removeprefix("module.") for name, each in stripped.items()}
+    return stripped
 
 
 def canonical_names(names: Iterable[str]) -> dict[str, str]:
-    """Map each name to its canonical name.
+    """Map each name to its name without the parts that compilers and distributed wrappers add.
 
     Args:
-        names: Names of tensors in one model.
+        names: Names of all tensors in one model.
 
     Returns:
         The canonical names, or the names themselves if two of those would be equal.
+
+    Example:
+        >>> list(canonical_names(["module._orig_mod.weight", "module._orig_mod.0.bias"]).values())
+        ['weight', '0.bias']
     """
-    # They collide where a user's model has a child that is called ``module``.
-    canonical = {name: canonical_name(name) for name in names}
+    canonical = _stripped(names)
     is_unique = len(set(canonical.values())) == len(canonical)
     return canonical if is_unique else {name: name for name in canonical}
+
+
+def canonical_paths(paths: Iterable[str]) -> dict[str, str]:
+    """Map the path of each module to its canonical path, which a wrapper and its module share."""
+    # Each path but that of the root gets the name that a tensor of the module would have.
+    names = _stripped(f"{path}._" for path in paths if path)
+    return {"": "", **{name[:-2]: each.rpartition(".")[0] for name, each in names.items()}}
 
 
 def _prefix_between(longer: set[str], shorter: set[str]) -> str:

@@ -63,15 +63,11 @@ class Named(str):  # noqa: SLOT000
     """A dtype, a device or a layout of torch, by its ``repr``."""
 
     name = property(str)
-
-    def __repr__(self) -> str:
-        return str(self)
+    __repr__ = str.__str__
 
 
 class Shape(tuple[int, ...]):  # noqa: SLOT001
     """A ``torch.Size``."""
-
-    name: Final = "torch.Size"
 
     def __new__(cls, sizes: Any = ()) -> Self:
         """Make one of at most 64 numbers."""

@@ -9,7 +9,7 @@ import torch
 
 from modkit._tree import descend
 from modkit._upstream import EXTRA_STATE_KEY
-from modkit.averaging.tensors import canonical_name, canonical_names
+from modkit.averaging.tensors import canonical_names, canonical_paths, without_wrappers
 from modkit.errors import MigrationError
 from modkit.migrations.averages import (
     is_average_state,
@@ -25,7 +25,6 @@ from modkit.migrations.versions import (
     bring,
     is_declared,
     without_values,
-    without_wrappers,
 )
 
 
@@ -228,9 +227,8 @@ def _saved_versions(versions: Versions | None, metadata: Versions | None) -> _Sa
                 f"got {key!r}: {value!r}"
             )
 
-    # ``canonical_name`` takes the name of a tensor, so the path of a module gets one.
-    names = {path: canonical_name(f"{path}._".lstrip(".")) for path in with_wrappers}
-    by_path = {names[path].rpartition(".")[0]: value for path, value in with_wrappers.items()}
+    paths = canonical_paths(with_wrappers)
+    by_path = {paths[path]: value for path, value in with_wrappers.items()}
     return _SavedVersions(by_class, by_path)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from modkit._renames import beginnings, paths_after
 from modkit._tree import descend
 from modkit._upstream import PLAIN
-from modkit.averaging.tensors import canonical_name
+from modkit.averaging.tensors import without_wrappers
 from modkit.errors import MigrationError
 from modkit.migrations.patterns import matches
 from modkit.migrations.steps import (
@@ -334,8 +334,3 @@ def without_values(value: Any) -> Any:
     if type(value) not in PLAIN or value.is_quantized:
         return value
     return Lazy(torch.empty(tuple(value.shape), dtype=value.dtype, device="meta"), value.detach)
-
-
-def without_wrappers(name: str) -> str:
-    """Return a name without the parts of wrappers; ``module`` may be a child's, and stays."""
-    return canonical_name(f"_.{name}")[2:]

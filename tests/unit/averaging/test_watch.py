@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from modkit.averaging.recipe import Watch
-from modkit.averaging.tensors import NamedTensors, canonical_name
+from modkit.averaging.tensors import NamedTensors, canonical_names
 from tests.cases import for_each
 
 
@@ -133,4 +133,4 @@ def test_looking_runs_no_operation(replaced: bool) -> None:
 )
 def test_names_lose_all_wrappers(name: str, expected: str) -> None:
     """Several wrappers around one another are stripped, and a user's child called `module` is kept."""
-    assert canonical_name(name) == expected
+    assert canonical_names([name]) == {name: expected}
