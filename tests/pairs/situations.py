@@ -877,7 +877,8 @@ class Resumed(Situation):
         state = modkit.load_checkpoint(path)
         world.model = self.build()
         world.optimizer = self.optimize(world.model)
-        subject = feature.begin(world) if feature is not None else None
+        if "average" in state:
+            subject = feature.begin(world)
         world.net.load_state_dict(state["model"])
         world.optimizer.load_state_dict(state["optimizer"])
         if "average" in state:

@@ -37,7 +37,7 @@ REFUSED = [
     (
         "quantized",
         "convert, diff, average_checkpoints, modkit average, modkit migrate",
-        "_packed_params.dtype' is not a tensor but torch.qint8",
+        "_packed_params.dtype' is not a tensor but Constant",
     ),
     ("DCP", "load_checkpoint", "Is a directory; `modkit inspect` lists the checkpoint in it"),
     ("old format", "verify", "is unverified: no checksums"),
@@ -81,7 +81,7 @@ FAULTS = [
         "hostile names",
         "a child called module lost its name in averages and files",
     ),
-    ("convert", "quantized", "the error named an internal class in place of torch.qint8"),
+    ("convert", "quantized", "the error named an class that users do not have"),
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
 ]
 
@@ -96,6 +96,8 @@ def refusal(feature: str, situation: str) -> str | None:
 
 def reason(feature: str, situation: str) -> str | None:
     """Return why a pair is not sensible, or None."""
+    if (feature, situation) == ("PostHocEMA", "full disk"):
+        return "it writes while the model is trained"
     missing = SITUATIONS[situation].needs - FEATURES[feature].traits
     return NEEDED[min(missing)] if missing else None
 

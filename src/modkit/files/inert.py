@@ -59,10 +59,9 @@ _LONGEST_LOCATION: Final = 99
 UNREAD: Final = "unread pickle"
 
 
-class Named(str):  # noqa: SLOT000
+class Constant(str):  # noqa: SLOT000
     """A dtype, a device or a layout of torch, by its ``repr``."""
 
-    name = property(str)
     __repr__ = str.__str__
 
 
@@ -232,14 +231,14 @@ def _tensor(
 
 
 def _dtype(value: Any) -> str:
-    name = str(value).removeprefix("torch.") if type(value) is Named else ""
+    name = str(value).removeprefix("torch.") if type(value) is Constant else ""
     if name not in ITEM_SIZES:
         raise pickle.UnpicklingError("a tensor has a dtype that torch does not have")
     return name
 
 
-def _layout(name: Any) -> Named:
-    return Named(name[:40])
+def _layout(name: Any) -> Constant:
+    return Constant(name[:40])
 
 
 def _tensor_of_dtype(*description: Any) -> InertTensor:
@@ -301,9 +300,9 @@ def _wrapper(kind: Any, dtype: Any, size: Any, *_: Any) -> InertTensor:
     return InertTensor(_dtype(dtype), _sizes(size), problem="wrapped")
 
 
-def _device(kind: str, index: int | None = None) -> Named:
+def _device(kind: str, index: int | None = None) -> Constant:
     name = f"type={kind[:20]!r}"
-    return Named(f"device({name})" if index is None else f"device({name}, {index=})")
+    return Constant(f"device({name})" if index is None else f"device({name}, {index=})")
 
 
 def _empty_dict() -> OrderedDict[Any, Any]:
@@ -328,7 +327,7 @@ _PLAIN_NAMES: Final[dict[str, Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,
-    **{f"torch.{dtype}": Named(f"torch.{dtype}") for dtype in ITEM_SIZES},
+    **{f"torch.{dtype}": Constant(f"torch.{dtype}") for dtype in ITEM_SIZES},
     "torch.Size": Shape,
     "torch.storage.UntypedStorage": StorageKind("uint8"),
     "collections.OrderedDict": _empty_dict,
@@ -459,6 +458,8 @@ class _Reader:
 
     def read_content(self) -> Content:
         self.content.value = cast("Any", self).load()
+        # Torch reads protocol 2 alone without executing code.
+        self.content.is_odd |= getattr(self, "proto", 2) > 2
         return self.content
 
     def find_class(self, module: str, name: str) -> Any:

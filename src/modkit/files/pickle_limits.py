@@ -35,11 +35,13 @@ _COSTS: Final = {
     **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
     "MARK": 64,
 }
-# Other instructions of torch's readers, which read protocol 2 alone.
+# Other instructions of torch's readers; the last line has those of protocol 4, which the metadata
+# of torch.distributed.checkpoint has.
 _FREE: Final = (
     *("EMPTY_TUPLE", "BUILD", "GLOBAL", "NONE", "NEWTRUE", "NEWFALSE", "PROTO", "STOP"),
     *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    *("FRAME", "MEMOIZE", "SHORT_BINUNICODE", "STACK_GLOBAL"),
 )
 _CODES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 # The cost of a call besides that of its instruction; a tensor is the largest thing that one makes.
@@ -138,8 +140,7 @@ class _Instructions:
         if code not in _RUN:
             if code not in _CODES:
                 raise pickle.UnpicklingError(f"{code:#x} is not an instruction")
-            text = f"it has the instruction {_CODES[code]}, which is not read here"
-            raise UnknownInstructionError(text)
+            raise UnknownInstructionError(f"it has {_CODES[code]}, which is not read here")
         run, cost = _RUN[code]
         if cost:
             self._unpickler.spend(cost)

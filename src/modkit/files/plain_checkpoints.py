@@ -29,7 +29,7 @@ import torch
 
 from modkit._upstream import is_meta, restore_of, shares_all_storages
 from modkit.errors import FileError
-from modkit.files.inert import Content, InertTensor, Named, Shape
+from modkit.files.inert import Constant, Content, InertTensor, Shape
 from modkit.files.zip_archive import Archive, Target, fill
 
 
@@ -99,7 +99,7 @@ class Filler:
             if id(content) not in self._filled:
                 self._filled[id(content)] = self._tensor(content)
             return self._filled[id(content)]
-        if kind is Named and content.startswith("torch."):
+        if kind is Constant and content.startswith("torch."):
             return getattr(torch, content.removeprefix("torch."))
         if kind is Shape:
             return torch.Size(content)

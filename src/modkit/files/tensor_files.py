@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from modkit.errors import FileError, printable, shown
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
-from modkit.files.inert import Foreign, InertTensor, Named
+from modkit.files.inert import Constant, Foreign, InertTensor
 from modkit.files.kinds import SHARDED
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.torch_files import TorchFile
@@ -348,10 +348,10 @@ def short_repr(value: object, *, nested: bool = False) -> str:
             items.append("...")
         joined = ", ".join(items)
         return f"[{joined}]" if isinstance(value, list) else f"({joined})"
-    if isinstance(value, (str, bytes)) and not isinstance(value, Named):
+    if isinstance(value, (str, bytes)) and not isinstance(value, Constant):
         return printable(repr(value[:60]) + ("..." if len(value) > 60 else ""))
     small = isinstance(value, int) and value.bit_length() <= 256
-    if small or value is None or isinstance(value, (float, complex, Named)):
+    if small or value is None or isinstance(value, (float, complex, Constant)):
         return printable(repr(value))
     name = getattr(value, "name", "") if isinstance(value, (Foreign, type)) else ""
     return (
