@@ -192,7 +192,7 @@ class UpdateBn(Applied):
 class Export(Update):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
-        path = world.folder / "average.pt"
+        path = world.shared / "average.pt"
         distributed.export_average(subject, path)
         found = torch.load(path, weights_only=True)
         yield _only(found, {*self.expected(world)})

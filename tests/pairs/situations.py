@@ -32,6 +32,7 @@ from tests.pairs.worlds import (
     compare,
     reference,
     values_of,
+    write,
 )
 
 
@@ -52,6 +53,7 @@ class Situation:
         options: Options of averages.
         late: Prefixes of parameters, and the step whose values their averages begin with, from 0 on.
         prefix: What the wrapper puts before the names of a state dict.
+        ranks: The number of ranks that run the features.
         has_checksums: Whether the file that `write` leaves has checksums.
         settles: The step at which the model has the members that it has in the end.
     """
@@ -66,6 +68,7 @@ class Situation:
     settles: ClassVar[int] = 0
     prefix: ClassVar[str] = ""
     has_checksums: ClassVar[bool] = True
+    ranks: ClassVar[int] = 1
 
     def build(self) -> torch.nn.Module:
         """Return the model, always with the same values."""
@@ -138,7 +141,7 @@ class Situation:
         members.update(model.named_buffers(remove_duplicate=False))
         with torch.no_grad():
             for name, member in members.items():
-                member.copy_(values[name])
+                write(member, values[name])
         return model
 
     def state(self, world: World) -> Any:
@@ -978,6 +981,24 @@ class FullDisk(Situation):
         after = {each: each.read_bytes() for each in world.folder.rglob("*") if each.is_file()}
         assert after == previous, "a failed save has changed the folder"
         super().look(world, feature, subject)
+
+
+# Two ranks of gloo, each of which runs all features: `table.py` starts them once per situation.
+
+
+class Ranks(Situation):
+    ranks = 2
+
+
+@situation("DDP", "average")
+class Ddp(Ranks):
+    prefix = "module."
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.parallel.DistributedDataParallel(super().build())
+
+    def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
+        return getattr(model, "module", model)
 
 
 Fork.plain = SITUATIONS["plain"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from tests.distributed.launcher import launch
 from tests.pairs.features import FEATURES
 from tests.pairs.situations import SITUATIONS
 from tests.pairs.worlds import meet, silent
@@ -13,7 +19,6 @@ from tests.pairs.worlds import meet, silent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 # Situation, features and the text of the refusal.
 MISSING = "Missing key.s. in state_dict"
@@ -117,6 +122,38 @@ def sample() -> Iterator[tuple[str, str]]:
             yield sensible[(2 * row + step) % len(sensible)], situation
 
 
+@functools.cache
+def on_ranks(situation: str) -> dict[str, str]:
+    """Run all features of a situation on its ranks; return "right", or what is wrong on one."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = SITUATIONS[situation].ranks
+        outcomes = launch(ranks, on_rank, situation, folder, folder=Path(folder), limit=100.0)
+    assert all(each.result for each in outcomes), [each.error for each in outcomes]
+    return {
+        name: next(
+            (each.result[name] for each in outcomes if each.result[name] != "right"), "right"
+        )
+        for name in outcomes[0].result
+    }
+
+
+def on_rank(situation: str, folder: str) -> dict[str, str]:
+    """Run the sensible features on one rank."""
+    found = {}
+    for number, name in enumerate(FEATURES):
+        if reason(name, situation) is None:
+            own = Path(folder, str(number), str(torch.distributed.get_rank()))
+            own.mkdir(parents=True)
+            torch.distributed.barrier()
+            try:
+                with silent():
+                    meet(FEATURES[name], SITUATIONS[situation], own)
+                found[name] = "right"
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
 def outcome(feature: str, situation: str, folder: Path) -> str:
     """Run a pair; return "right", "refused", "not sensible" or "not run".
 
@@ -129,6 +166,10 @@ def outcome(feature: str, situation: str, folder: Path) -> str:
     if any(importlib.util.find_spec(name) is None for name in libraries):
         return "not run"
 
+    if SITUATIONS[situation].ranks > 1:
+        found = on_ranks(situation)[feature]
+        assert found == "right", found
+        return "right"
     text = refusal(feature, situation)
     try:
         with silent():

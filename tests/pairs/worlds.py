@@ -49,6 +49,14 @@ def values_of(model: torch.nn.Module) -> Values:
     return {name: plain(tensor) for name, tensor in members.items()}
 
 
+def write(tensor: Tensor, value: Tensor) -> None:
+    """Write a full value into a tensor, which may be sharded."""
+    if hasattr(tensor, "device_mesh"):
+        mesh, placements = tensor.device_mesh, tensor.placements
+        value = torch.distributed.tensor.distribute_tensor(value.to(tensor.dtype), mesh, placements)
+    tensor.copy_(value)
+
+
 def plain(tensor: Tensor) -> Tensor:
     """Return a copy as an ordinary tensor, all of it if it is sharded."""
     with torch.inference_mode(mode=False):
@@ -63,6 +71,8 @@ class World:
 
     def __init__(self, situation: Situation, folder: Path) -> None:
         self.situation, self.folder = situation, folder
+        # The place of a file that all ranks write together; each has a folder of its own.
+        self.shared = folder.parent if situation.ranks > 1 else folder
         torch.default_generator.manual_seed(0)
         self.model = situation.build()
         self.optimizer = situation.optimize(self.model)
@@ -95,7 +105,7 @@ class World:
         with torch.no_grad():
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 if name not in names:
-                    tensor.copy_(values_of(self.net)[name])
+                    write(tensor, values_of(self.net)[name])
                 elif tensor.is_floating_point():
                     tensor.fill_(0.25)
         return model
