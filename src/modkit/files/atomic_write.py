@@ -13,13 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from modkit.files.operating_system import (
-    AnyPath,
-    copy_owner,
-    flush,
-    flush_folder,
-    lock_folder,
-)
+from modkit.files.operating_system import AnyPath, copy_owner, flush, flush_folder, lock_folder
 
 
 # Without locks, a private folder is stale after this many seconds without a change. A save may

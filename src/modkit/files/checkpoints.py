@@ -351,12 +351,10 @@ def _unsafe_reason(
 def _filled(content: Content, filler: Filler, archive: Archive) -> Any:
     """Return the content with tensors, or None to let torch read the file."""
     try:
-        filled = filler.fill(content.value)
-    except FileError:
-        raise
+        filled = filler.fill_all(content)
     except Exception as error:
         # A device or a function that the caller names is not an error of the file.
-        if error is filler.error and filler.maps:
+        if isinstance(error, FileError) or (error is filler.error and filler.maps):
             raise
         # torch reads the file, or raises its own error.
         return None

@@ -206,8 +206,8 @@ def _tensor(
     offset: Any,
     size: Any,
     stride: Any,
-    requires_grad: Any = False,
-    hooks: Any = None,
+    requires_grad: Any,
+    hooks: Any,
     bits: Any = None,
     dtype: Any = None,
 ) -> InertTensor:
@@ -215,10 +215,9 @@ def _tensor(
     if not isinstance(stored, Stored) or type(offset) is not int or offset < 0:
         raise pickle.UnpicklingError("a tensor has no storage")
     element = stored.dtype if dtype is None else _dtype(dtype)
-    lazy = frozenset(bits) if isinstance(bits, dict) else frozenset()
-    if "conj" in lazy and not element.startswith("complex"):
+    tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride), bits=_lazy(bits))
+    if "conj" in tensor.bits and not element.startswith("complex"):
         raise pickle.UnpicklingError("a tensor of real numbers is conjugated")
-    tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride), bits=lazy)
     tensor.requires_grad = _needs_gradient(requires_grad, element)
     tensor.has_more = _has_hooks(hooks) or bits not in (None, {})
 
@@ -228,6 +227,13 @@ def _tensor(
     if tensor.nbytes and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
         raise pickle.UnpicklingError("a tensor extends beyond the end of its storage")
     return tensor
+
+
+def _lazy(bits: Any) -> frozenset[str]:
+    types = {(type(name), type(value)) for name, value in dict.items(bits or {})}
+    if types - {(str, bool)}:
+        raise pickle.UnpicklingError("a tensor is a lazy view in another way than in torch")
+    return frozenset(bits or ())
 
 
 def _dtype(value: Any) -> str:
@@ -243,9 +249,12 @@ def _layout(name: Any) -> Constant:
 
 def _tensor_of_dtype(*description: Any) -> InertTensor:
     """Describe a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
-    stored, offset, size, stride, requires_grad, hooks, dtype = description[:7]
-    bits = description[7] if len(description) > 7 else None
-    return _tensor(stored, offset, size, stride, requires_grad, hooks, bits, dtype)
+    dtype, *bits = description[6:]
+    return _tensor(*[*description[:6], *(bits or [None]), dtype])
+
+
+def _old_tensor(stored: Any, offset: Any, size: Any, stride: Any) -> InertTensor:
+    return _tensor(stored, offset, size, stride, requires_grad=False, hooks=OrderedDict())
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *attributes: Any) -> Any:
@@ -277,9 +286,7 @@ def _of_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
 
 
 def _quantized(stored: Any, offset: Any, size: Any, stride: Any, *_: Any) -> InertTensor:
-    tensor = _tensor(stored, offset, size, stride)
-    tensor.problem = "quantized"
-    return tensor
+    return replace(_old_tensor(stored, offset, size, stride), problem="quantized")
 
 
 def _sparse(layout: Any, data: Any) -> InertTensor:
@@ -334,7 +341,7 @@ _PLAIN_NAMES: Final[dict[str, Any]] = {
 }
 _NAMES: Final[dict[str, Any]] = {
     **_PLAIN_NAMES,
-    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor": _old_tensor,
     "torch._utils._rebuild_parameter_with_state": _parameter,
     "torch._utils._rebuild_qtensor": _quantized,
     "torch._utils._rebuild_sparse_tensor": _sparse,
@@ -458,8 +465,7 @@ class _Reader:
 
     def read_content(self) -> Content:
         self.content.value = cast("Any", self).load()
-        # Torch reads protocol 2 alone without executing code.
-        self.content.is_odd |= getattr(self, "proto", 2) > 2
+        self.content.is_odd |= getattr(self, "has_later", False)
         return self.content
 
     def find_class(self, module: str, name: str) -> Any:

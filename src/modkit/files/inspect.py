@@ -11,7 +11,7 @@ from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
 from modkit.files.inert import UNREAD, InertTensor
-from modkit.files.kinds import check_facts, other_file, parse_digest
+from modkit.files.kinds import check_facts, compare_digests, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import (
     INDEX,
@@ -216,7 +216,7 @@ def check_file(
 
     Raises:
         FileError: See :func:`verify`.
-    """  # noqa: DOC501 - other_file() and wrong_kind() make a FileError
+    """  # noqa: DOC501 - wrong_kind() makes a FileError
     is_index = is_table(file)
     how = ""
     if is_index:
@@ -257,8 +257,7 @@ def check_file(
         digest = kinds.sha256_of(descriptor, progress) if hashed or expected is not None else ""
         progress(1.0)
         if expected is not None:
-            if digest != expected:
-                raise other_file(str(file), expected, digest)
+            compare_digests(str(file), expected, digest)
             how = f"{how}, the expected SHA-256" if how else "the expected SHA-256"
         elif kind == kinds.SAFETENSORS:
             how += "; safetensors files have no checksums"

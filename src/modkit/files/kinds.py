@@ -158,9 +158,8 @@ def _kind_of_pickle(head: bytes) -> str | None:
                 name = instruction.name
                 # The letters of a text are instructions of protocol 0, but not a valid sequence.
                 imported = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
-                if not all(map(str.isidentifier, imported)):
-                    break
-                if name == "INST" and "MARK" not in names:
+                has_no_mark = name == "INST" and "MARK" not in names
+                if has_no_mark or not all(map(str.isidentifier, imported)):
                     break
                 if argument == _LEGACY_MAGIC and len(names) < 3:
                     return LEGACY
@@ -215,18 +214,15 @@ def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
     Raises:
         FileError: If the file has another digest.
         ValueError: If ``sha256`` is not a digest.
-    """  # noqa: DOC501 - other_file() makes a FileError
-    if sha256 is None:
-        return
-    expected = parse_digest(sha256)
-    actual = sha256_of(source)
+    """
+    if sha256 is not None:
+        compare_digests(what, parse_digest(sha256), sha256_of(source))
+
+
+def compare_digests(what: str, expected: str, actual: str) -> None:
+    """Raise FileError if a file has another SHA-256 than expected."""
     if actual != expected:
-        raise other_file(what, expected, actual)
-
-
-def other_file(what: str, expected: str, actual: str) -> FileError:
-    """Return the error for a file that has another SHA-256 than expected."""
-    return FileError(f"{what} has the SHA-256 {actual}, not {expected}: it is another file")
+        raise FileError(f"{what} has the SHA-256 {actual}, not {expected}: it is another file")
 
 
 def archive_of(source: int | bytes, what: str, kind: str) -> Archive:

@@ -92,21 +92,17 @@ def copy_owner(path: Path, owned: os.stat_result) -> None:
         os.chown(path, owned.st_uid, owned.st_gid)
 
 
-def flush(path: Path) -> None:
+def flush(path: Path, flags: int = os.O_WRONLY) -> None:
     """Flush a file to disk."""
     # Windows flushes only what is open for writing; the file may not be readable.
-    _flush(path, os.O_WRONLY)
-
-
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, on systems and file systems that can."""
-    with contextlib.suppress(OSError):
-        _flush(folder, os.O_RDONLY)
-
-
-def _flush(path: Path, flags: int) -> None:
     descriptor = os.open(path, flags)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def flush_folder(folder: Path) -> None:
+    """Flush the names in a folder to disk, on systems and file systems that can."""
+    with contextlib.suppress(OSError):
+        flush(folder, os.O_RDONLY)

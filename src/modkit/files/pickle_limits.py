@@ -35,13 +35,13 @@ _COSTS: Final = {
     **dict.fromkeys(("EMPTY_SET", "BINPERSID"), 256),
     "MARK": 64,
 }
-# Other instructions of torch's readers; the last line has those of protocol 4, which the metadata
-# of torch.distributed.checkpoint has.
+# Instructions of protocol 4, in which the metadata of distributed checkpoints are written.
+_LATER: Final = ("FRAME", "MEMOIZE", "SHORT_BINUNICODE", "STACK_GLOBAL")
+# Other instructions of torch's readers, which read protocol 2 alone.
 _FREE: Final = (
     *("EMPTY_TUPLE", "BUILD", "GLOBAL", "NONE", "NEWTRUE", "NEWFALSE", "PROTO", "STOP"),
     *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"),
     *("BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
-    *("FRAME", "MEMOIZE", "SHORT_BINUNICODE", "STACK_GLOBAL"),
 )
 _CODES: Final = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 # The cost of a call besides that of its instruction; a tensor is the largest thing that one makes.
@@ -90,6 +90,9 @@ class BoundedUnpickler(pickle._Unpickler):
         data: The pickle.
         members: The number of members of its archive.
     """
+
+    # Whether it has instructions that torch.load refuses.
+    has_later = False
 
     def __init__(self, data: bytes, members: int = 0) -> None:
         # The strings of Python 2 may be in any encoding.
@@ -142,6 +145,7 @@ class _Instructions:
                 raise pickle.UnpicklingError(f"{code:#x} is not an instruction")
             raise UnknownInstructionError(f"it has {_CODES[code]}, which is not read here")
         run, cost = _RUN[code]
+        self._unpickler.has_later |= _CODES[code] in _LATER
         if cost:
             self._unpickler.spend(cost)
         return run
@@ -201,7 +205,7 @@ _OWN: Final = {
 _RUN: Final = {
     code: (_OWN.get(name, _STOCK[name]), _COSTS.get(name, 0))
     for code, name in _CODES.items()
-    if name in _COSTS or name in _FREE
+    if name in {*_COSTS, *_FREE, *_LATER}
 }
 
 

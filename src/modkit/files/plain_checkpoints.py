@@ -29,7 +29,7 @@ import torch
 
 from modkit._upstream import is_meta, restore_of, shares_all_storages
 from modkit.errors import FileError
-from modkit.files.inert import Constant, Content, InertTensor, Shape
+from modkit.files.inert import Constant, Content, InertTensor, Shape, Stored
 from modkit.files.zip_archive import Archive, Target, fill
 
 
@@ -90,6 +90,14 @@ class Filler:
         self.unread: dict[str, Target] = {}
         self.error: Exception | None = None
 
+    def fill_all(self, content: Content) -> Any:
+        """Return the content of a file with tensors, or raise NotPlainError."""
+        filled = self.fill(content.value)
+        # torch restores storages that no tensor uses, too.
+        for key in [key for key in content.storages if key not in self._storages]:
+            self._storage(content.storages[key])
+        return filled
+
     def fill(self, content: Any, depth: int = 0) -> Any:
         """Put tensors in place of their descriptions, or raise NotPlainError."""
         kind = type(content)
@@ -120,14 +128,7 @@ class Filler:
         stored = inert.storage
         if stored is None or inert.bits or inert.has_more:
             raise NotPlainError
-        storage = self._storages.get(stored.key)
-        if storage is None:
-            name = f"data/{stored.key}"
-            storage = self._place(name) if self._on_meta else self.allocate(name, stored.location)
-            # Some releases of torch allocate a storage without memory again each time.
-            if shares_all_storages or storage.data_ptr():
-                self._storages[stored.key] = storage
-
+        storage = self._storage(stored)
         dtype = getattr(torch, inert.dtype)
         tensor = torch.empty(0, dtype=dtype, device=storage.device)
         tensor.set_(storage, inert.offset, inert.shape, inert.stride)
@@ -137,6 +138,15 @@ class Filler:
             tensor.requires_grad = True
         tensor._backward_hooks = OrderedDict()
         return tensor
+
+    def _storage(self, stored: Stored) -> torch.UntypedStorage:
+        storage = self._storages.get(stored.key)
+        # Some releases of torch allocate a storage without memory again each time.
+        if storage is None or not (shares_all_storages or storage.data_ptr()):
+            name = f"data/{stored.key}"
+            storage = self._place(name) if self._on_meta else self.allocate(name, stored.location)
+            self._storages[stored.key] = storage
+        return storage
 
     def _place(self, name: str) -> torch.UntypedStorage:
         """Return a storage without memory, which knows its place in the file."""

@@ -134,11 +134,10 @@ class Checkpoint:
 
         if not self._homes:
             raise FileError(f"{paths[0]} holds no tensors")
-        first_name = min(self._homes)
+        first = min(self._homes)
         self._homes = {name: home for name, home in self._homes.items() if name.startswith(prefix)}
         if not self._homes:
-            text = f"no name begins with {prefix!r}; the first is {first_name!r}"
-            raise FileError(f"{paths[0]}: {text}")
+            raise FileError(f"{paths[0]}: no name begins with {prefix!r}; the first is {first!r}")
         self.tensors = {name: home.tensors[name] for name, home in self._homes.items()}
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
@@ -282,13 +281,16 @@ def listing_of(content: object) -> Listing:
     """Return what nested mappings and lists hold."""
     listing = Listing()
     left = _BUDGET
+    # The containers around an entry: one that contains itself is listed once.
+    around: set[int] = set()
 
     def walk(entry: object, key: str, depth: int) -> None:
         nonlocal left
         if isinstance(entry, InertTensor):
             listing.tensors[key] = entry
             return
-        items = None if depth > _DEEPEST else named_entries(entry)
+        ends = depth > _DEEPEST or id(entry) in around
+        items = None if ends else named_entries(entry)
         if items is None:
             listing.entries[key] = short_repr(entry)
             return
@@ -296,12 +298,14 @@ def listing_of(content: object) -> Listing:
         names: list[str] = []
         listing.groups[key] = ()
         listing.containers.setdefault(key, entry)
+        around.add(id(entry))
         for name, value in items:
             left -= 64 + len(key) + len(name)
             if left < 0:
                 break
             names.append(name)
             walk(value, f"{key}.{name}" if key else name, depth + 1)
+        around.discard(id(entry))
         listing.groups[key] = tuple(names)
 
     walk(content, "", 0)
@@ -319,10 +323,7 @@ def named_entries(entry: object) -> Iterable[tuple[str, object]] | None:
         The entries of a mapping, of a namespace or another object, or of a list that begins with
         tensors or mappings; None for another object.
     """
-    if isinstance(entry, argparse.Namespace):
-        entry = vars(entry)
-    if isinstance(entry, Foreign):
-        entry = entry.entries() or None
+    entry = _without_class(entry)
     if isinstance(entry, dict):
         # An attribute from the file may hide the method.
         pairs = dict.items(cast("dict[object, object]", entry))
@@ -332,6 +333,13 @@ def named_entries(entry: object) -> Iterable[tuple[str, object]] | None:
         if any(isinstance(value, (InertTensor, dict, Foreign)) for value in islice(values, 100)):
             return ((str(index), value) for index, value in enumerate(values))
     return None
+
+
+def _without_class(entry: object) -> object:
+    """Return the entries of a namespace or of another object; other values as they are."""
+    if isinstance(entry, argparse.Namespace):
+        return vars(entry)
+    return (entry.entries() or None) if isinstance(entry, Foreign) else entry
 
 
 def short_repr(value: object, *, nested: bool = False) -> str:
@@ -354,9 +362,7 @@ def short_repr(value: object, *, nested: bool = False) -> str:
     if small or value is None or isinstance(value, (float, complex, Constant)):
         return printable(repr(value))
     name = getattr(value, "name", "") if isinstance(value, (Foreign, type)) else ""
-    return (
-        printable(str(name)[:MAX_NAME].removeprefix("builtins.")) if name else type(value).__name__
-    )
+    return printable(str(name or type(value).__name__)[:MAX_NAME].removeprefix("builtins."))
 
 
 def state_dict_at(
@@ -382,16 +388,13 @@ def state_dict_at(
     state_dict = listing.containers[key] if key else content
 
     versions = vars(state_dict).get("_metadata") if hasattr(state_dict, "__dict__") else None
-    if isinstance(state_dict, argparse.Namespace):
-        state_dict = vars(state_dict)
-    if isinstance(state_dict, Foreign):
-        state_dict = state_dict.entries()
-    if not isinstance(state_dict, dict):
+    entries = _without_class(state_dict)
+    if not isinstance(entries, dict):
         kind = getattr(state_dict, "name", "") or type(state_dict).__name__
         raise FileError(f"{path} holds {kind}, not a state dict")
 
     # Attributes from the file may hide methods of dicts.
-    tensors = dict(dict.items(state_dict))
+    tensors = dict(dict.items(entries))
     for name, value in tensors.items():
         if problem := _problem_of(name, value):
             below = [inner for inner in keys if not key or inner.startswith(f"{key}.")]

@@ -65,12 +65,13 @@ class TorchFile:
         data = read_some(self._source, 0, MOST_TEXT)
         opened = io.BytesIO(data)
         contents: list[Content] = []
+        corrupt = f"{self._what} is corrupt"
         place = 0
         for _ in range(5):
             try:
                 end = max(at for _, _, at in pickletools.genops(opened) if at is not None) + 1
             except ValueError as error:
-                raise FileError(f"{self._what} is corrupt: {error}", kinds.LEGACY) from error
+                raise FileError(f"{corrupt}: {error}", kinds.LEGACY) from error
             contents.append(read_pickle(data[place:end], self._what))
             place = end
 
@@ -78,20 +79,18 @@ class TorchFile:
         _, _, _, content, keys = contents
         is_list = isinstance(keys.value, list) and {*keys.value} >= content.storages.keys()
         if not is_list:
-            raise FileError(f"{self._what} is corrupt: it lacks storages", kinds.LEGACY)
+            raise FileError(f"{corrupt}: it lacks storages", kinds.LEGACY)
         for key in keys.value:
             stored = content.storages.get(key)
             count = int.from_bytes(read_some(self._source, place, _LENGTH), "little")
             place += _LENGTH
             self._places[key] = place
             if stored is None or count != stored.numel:
-                raise FileError(
-                    f"{self._what} is corrupt: a storage has another size", kinds.LEGACY
-                )
+                raise FileError(f"{corrupt}: a storage has another size", kinds.LEGACY)
             place += stored.nbytes
 
         if place > size_of(self._source):
-            raise FileError(f"{self._what} is corrupt: it is cut off", kinds.LEGACY)
+            raise FileError(f"{corrupt}: it is cut off", kinds.LEGACY)
         return content
 
     def tensor(self, record: InertTensor) -> "torch.Tensor":

@@ -316,6 +316,19 @@ ODD = {
     "location is bytes": tensor(
         storage(location=called(named("_codecs", "encode"), text("cpu"), text("latin1")))
     ),
+    "metadata of numbers": tensor(
+        b"", numbers(0), ONE, ONE, b"\x89", ORDERED, b"}" + numbers(5) + b"\x88s"
+    ),
+    "metadata of texts": tensor(
+        b"", numbers(0), ONE, ONE, b"\x89", ORDERED, b"}" + text("neg") + text("") + b"s"
+    ),
+    "four arguments": called(
+        named("torch._utils", "_rebuild_tensor_v2"), storage(), numbers(0), ONE, ONE
+    ),
+    "more arguments": called(
+        named("torch._utils", "_rebuild_tensor"), storage(), numbers(0), ONE, ONE, b"\x89", ORDERED
+    ),
+    "an instruction of protocol 4": tensor() + b"\x94",
     "two values": b"N" + tensor(),
 }
 
@@ -386,5 +399,13 @@ REFUSED_PICKLES: dict[str, Callable[[bytes], bytes]] = {
 }
 # They are read as torch reads them, or refused.
 ODD_PICKLES: dict[str, Callable[[bytes], bytes]] = {
-    name: pickled(state(case)) for name, case in ODD.items()
+    **{name: pickled(state(case)) for name, case in ODD.items()},
+    **{
+        f"storage without a tensor, {place}": pickled(
+            b"\x80\x02"
+            + storage(text("1"), numbers(2), named("torch", "LongStorage"), text(place))
+            + state(tensor())[2:]
+        )
+        for place in ("cpu", "meta", "nowhere")
+    },
 }

@@ -32,7 +32,7 @@ from tests.unit.files.hostile import (
 )
 from tests.unit.files.hostile_files import BOMBS, BROKEN, ODD_PICKLES, ONE, REFUSED_PICKLES
 from tests.unit.files.raw_zip import replaced, saved, unpacked, with_pickle
-from tests.unit.files.same_objects import assert_same
+from tests.unit.files.same_objects import assert_same, outcome
 
 
 readers = for_each("reader", OF_CHECKPOINTS)
@@ -65,7 +65,7 @@ def test_refused(case, reader, tmp_path):
 @readers
 @for_each("case", ODD_PICKLES)
 def test_odd_objects(case, reader, tmp_path):
-    """A pickle that torch does not write is refused, or read as torch reads it."""
+    """A pickle that torch does not write is refused, or read and averaged as torch reads it."""
     path = written(tmp_path, ODD_PICKLES[case](checkpoint()))
     try:
         with limits():
@@ -73,9 +73,16 @@ def test_odd_objects(case, reader, tmp_path):
     except FileError as error:
         assert_readable(error)
         return
-    if reader != "average_checkpoints":
-        with quiet():
-            assert_same(found, torch.load(path, weights_only=True))
+    is_average = reader == "average_checkpoints"
+    with quiet():
+        expected, error = outcome(torch.load, path, "cpu" if is_average else None)
+    # What torch refuses to unpickle does not hide the tensors.
+    if is_average and isinstance(error, pickle.UnpicklingError):
+        return
+    assert error is None
+    if is_average:
+        expected = {name: tensor.detach().clone() for name, tensor in dict.items(expected)}
+    assert_same(found, expected)
 
 
 @for_each("case", BROKEN)

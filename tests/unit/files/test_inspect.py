@@ -182,7 +182,7 @@ def test_a_hostile_structure_ends(tmp_path: Path, nested: str) -> None:
     """A file that names one object a billion times, or itself, is listed up to a bound."""
     content: Any = {"x": torch.ones(1)}
     if nested == "itself":
-        content["self"] = content
+        content["self"] = [content] * 8
     else:
         for _ in range(12):
             content = {str(index): content for index in range(10)}
@@ -283,7 +283,7 @@ def kinds() -> Iterator[tuple[bytes, str, str]]:
         old = io.BytesIO()
         torch.save(CONTENT, old, _use_new_zipfile_serialization=False, pickle_protocol=protocol)
         # No release of torch reads the first two protocols with weights_only=True.
-        note = "unverified: no checksums" if protocol >= 2 else "which is not read here"
+        note = "unverified: no checksums" if protocol >= 2 else " is not read here"
         yield old.getvalue(), "torch.save file (before torch 1.6)", note
         for value in (None, 1, "text", [], {"a": [1, 2]}, list(range(5000))):
             yield pickle.dumps(value, protocol), "pickle", ""
