@@ -80,6 +80,7 @@ NEEDED = {
 }
 # Found by a pair, and repaired: the feature, the situation, and what was wrong.
 FAULTS = [
+    ("inspect", "DCP", "folders of torch.distributed.checkpoint were not read"),
     ("state of EMACallback", "inference mode", "a block failed for a model of inference tensors"),
     (
         "export_average",
