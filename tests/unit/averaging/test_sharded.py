@@ -90,6 +90,22 @@ WRITES = {
 }
 
 
+def test_full_and_sharded_models_are_averaged_in_turn(mesh) -> None:
+    """The average that is resharded for one model is the one that the other updates, too."""
+    net, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+    fully_shard(sharded, mesh=mesh)
+    ema = modkit.EMA(net, 0.5)
+    expected = 1.0
+    for model, value in ((net, 1.0), (net, 1.0), (sharded, 3.0), (net, 4.0), (sharded, 5.0)):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(value)
+        ema.update(model)
+        expected = (expected + value) / 2
+
+        assert (whole(averaged(ema)) == expected).all()
+
+
 @for_each("way", WRITES)
 def test_a_write_to_shards_in_a_block_is_lost_with_an_error(mesh, way: str) -> None:
     """The error is that of other tensors, and training weights and average are as before."""
