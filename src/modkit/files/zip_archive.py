@@ -215,7 +215,8 @@ def _find_table(source: int | bytes, end: int) -> _Table | None:
 def archives_in(source: int | bytes, length: int) -> list[tuple[int, int]]:
     """Return where each of several archives that follow each other begins and ends.
 
-    ``torch.distributed.checkpoint`` writes such files, and ``torch.save`` into an open file does.
+    ``torch.distributed.checkpoint`` writes such files, and ``torch.save`` into an open file, which
+    ``torch.load`` does not read back: it takes the table of the last one for that of the first one.
 
     Args:
         source: The descriptor of the file, or its content.
@@ -268,11 +269,12 @@ class Archive:
         if table is None:
             raise self.corrupt("the end of a zip file is missing; copy or download it again")
         if table.start_of_archive:
-            if count := len(archives_in(source, length)):
+            # torch.load would look up members of the first one in the table of the last one.
+            if places := archives_in(source, length):
                 raise FileError(
-                    f"{what} is a chain of {count} torch.save files. If it is a part of a "
-                    "distributed checkpoint, name the folder; else torch.load reads one after "
-                    "another from the open file",
+                    f"{what} is a chain of {len(places)} torch.save files. If it is a part of a "
+                    "distributed checkpoint, name the folder; else cut the files out of its bytes: "
+                    f"the first is load_checkpoint(io.BytesIO(content[:{places[0][1]}]))",
                     CHAIN,
                 )
             raise self.corrupt("its table of members has another size or place than stated")

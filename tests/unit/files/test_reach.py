@@ -222,7 +222,7 @@ def test_corrupt_distributed_checkpoints(distributed: Path) -> None:
 
 
 def test_archives_one_after_another(tmp_path: Path) -> None:
-    """Two files of torch.save in one are intact, and named as what they are."""
+    """Two files of torch.save in one are intact, named as what they are, and read as the error says."""
     buffer = io.BytesIO()
     torch.save({"a": torch.ones(3)}, buffer)
     torch.save({"b": torch.ones(300)}, buffer)
@@ -231,8 +231,13 @@ def test_archives_one_after_another(tmp_path: Path) -> None:
 
     verify(path)
     assert inspect(path).kind == "chain of torch.save files"
-    with pytest.raises(FileError, match=r"is a chain of 2 torch\.save files"):
+    with pytest.raises(FileError, match=r"is a chain of 2 torch\.save files") as refused:
         modkit.load_checkpoint(path)
+    remedy = str(refused.value).partition("the first is ")[2]
+    names = {"io": io, "content": buffer.getvalue(), "load_checkpoint": modkit.load_checkpoint}
+    assert torch.equal(eval(remedy, names)["a"], torch.ones(3))
+    with pytest.raises(RuntimeError):
+        torch.load(path)
 
 
 @for_each("how", ["before torch 1.6", "no checksums"])
