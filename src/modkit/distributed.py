@@ -316,10 +316,8 @@ def export_average(
 def _contents_of(
     ema: EMA[Any], index: int, dtype: torch.dtype | None, is_streamed: bool
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return the tensors of a file with the counters of their average, and its other entries.
-
-    Names are strings. Tuples are the keys of what is not in the file under a name.
-    """
+    """Return the tensors of a file with the counters of their average, and its other entries."""
+    # Names are strings. Tuples are the keys of what is not in the file under a name.
     averages = dict(ema.named_averages(index))
     if not averages:
         raise RuntimeError(

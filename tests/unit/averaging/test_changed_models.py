@@ -247,7 +247,7 @@ def as_it_was(model: nn.Module) -> None:
 @for_each("change", [of_another_shape, of_another_dtype, without_a_buffer, as_it_was])
 @for_each("first", ["taken", "skipped", "unfrozen"])
 def test_models_may_be_averaged_in_turn(change: Callable[[nn.Module], None], first: str) -> None:
-    """What an update with another model makes anew is not missed by those that were cached."""
+    """Cached plans notice what an update with another model makes anew."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.register_buffer("mean", torch.zeros(2))
     model[1].requires_grad_(first != "unfrozen")

@@ -76,7 +76,7 @@ def test_odd_objects(case, reader, tmp_path):
     is_average = reader == "average_checkpoints"
     with quiet():
         expected, error = outcome(torch.load, path, "cpu" if is_average else None)
-    # What torch refuses to unpickle does not hide the tensors.
+    # Objects that torch refuses to unpickle do not hide the tensors.
     if is_average and isinstance(error, pickle.UnpicklingError):
         return
     assert error is None

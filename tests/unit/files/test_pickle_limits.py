@@ -157,7 +157,7 @@ FEW = {
 
 @for_each("case", FEW)
 def test_a_few_bytes_that_copy_much(case):
-    """What a call or a state copies is counted each time."""
+    """Copies that a call or a state makes are counted each time."""
     start = b"\x80\x02(" + b"N" * 9999 + b"tq\1"
 
     assert problem(start + FEW[case](1) + b".") == ""
