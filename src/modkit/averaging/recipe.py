@@ -267,8 +267,8 @@ class Walk(Watched):
     """The tensors of a model. It keeps them and the model alive."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.named = NamedTensors(model)
-        self.watch = Watch(self.named.states, buffers=True, unknown=self.named.scripted)
+        self.named: NamedTensors = NamedTensors(model)
+        self.watch: Watch = Watch(self.named.states, buffers=True, unknown=self.named.scripted)
 
 
 class Plan(Watched):
@@ -320,7 +320,7 @@ class Plan(Watched):
         self._tensors = [*currents.values(), *more]
         # Notices what ends the plan; ``watch`` also notices sources of copies that were replaced.
         self._ending: Watch = self._watching(self._tensors)
-        self.watch = self._ending
+        self.watch: Watch = self._ending
         self._has_copies = not copies.pairs
 
     @override

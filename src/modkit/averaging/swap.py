@@ -137,7 +137,7 @@ class Pairing(Watched):
 
         # A value that was sharded or gathered for this model does not follow its average.
         is_stale = any(value is not values[name] for name, _, value in pairs)
-        self.watch = Watch(
+        self.watch: Watch = Watch(
             named.states,
             [*self.tensors, *self.values],
             buffers=True,

@@ -99,7 +99,7 @@ class BoundedUnpickler(pickle._Unpickler):
         super().__init__(io.BytesIO(data), encoding="utf-8", errors="replace")
         self._most_places = len(data)
         self._hashes = 10_000 + 10 * len(data)
-        self.memory = most_memory(len(data), members)
+        self.memory: int = most_memory(len(data), members)
         # The standard unpickler looks each instruction up in this attribute.
         cast("Any", self).dispatch = _Instructions(self)
 

@@ -58,7 +58,7 @@ class StateDictFile:
 
     def __init__(self, path: Path, key: str | None) -> None:
         self._file = TorchFile(open_kept(self, path), str(path))
-        self.unverified = not self._file.has_checksums
+        self.unverified: bool = not self._file.has_checksums
         self.content: object = self._file.content.value
         self.versions, self.tensors = state_dict_at(self.content, path, key)
 

@@ -46,7 +46,7 @@ class TorchFile:
 
         is_zip = read_some(source, 0, 2) == b"PK"
         if not is_zip and kinds.kind_of(source) == kinds.LEGACY:
-            self.has_checksums = False
+            self.has_checksums: bool = False
             self.content: Content = self._read_old_content()
             return
         archive = kinds.archive_of(source, what, kinds.TORCH_SAVE)

@@ -129,7 +129,7 @@ class DownSample(nn.Module):
 
     def __init__(self, config: "EfficientZeroConfig") -> None:
         super().__init__()
-        self.observation_shape = config.image_shape
+        self.observation_shape: Any = config.image_shape
         self._pools_twice = reduction(config.image_shape) == 16
         in_channels, height, width = config.image_shape
         channels = config.num_channels
@@ -146,7 +146,7 @@ class DownSample(nn.Module):
         self.pooling1: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
         self.resblocks3: nn.ModuleList = layers.blocks(1, channels)
         self.pooling2: nn.AvgPool2d = nn.AvgPool2d(3, stride=2, padding=1)
-        self.activation = layers.activation
+        self.activation: Any = layers.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map observations (batch, channels, height, width) to smaller planes."""
@@ -184,7 +184,7 @@ class RepresentationNetwork(nn.Module):
             self.norm: nn.Module = layers.norm(channels)
 
         self.resblocks: nn.ModuleList = layers.blocks(config.num_res_blocks, channels)
-        self.activation = layers.activation
+        self.activation: Any = layers.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """Map observations to latent states, both (batch, channels, height, width)."""
@@ -216,7 +216,7 @@ class PredictionNetwork(nn.Module):
         policy_features = config.policy_head_channels * height * width
         self.flatten_output_size_for_value_head = value_features
         self.flatten_output_size_for_policy_head = policy_features
-        self.activation = layers.activation
+        self.activation: Any = layers.activation
         logits = config.logits(config.value_support_size)
         zero = config.last_linear_layer_init_zero
         self.fc_value: nn.Sequential = layers.head(
@@ -324,7 +324,7 @@ class DynamicsNetwork(nn.Module):
         self.lstm_hidden_size = lstm_hidden_size
 
         # The order decides the random numbers of the weights, and the keys in a checkpoint.
-        self.activation = layers.activation
+        self.activation: Any = layers.activation
         self.conv: nn.Conv2d = nn.Conv2d(num_channels, latent_channels, 3, padding=1, bias=False)
         self.norm_common: nn.Module = layers.norm(latent_channels, factor)
         # BatchNorm whatever norm_type is, as in LightZero.

@@ -117,7 +117,7 @@ OPTIONS_BACKWARD: Final[Mapping[str, Mapping[str, Any]]] = {
     "a tuple with None": {"forward": lambda x: (x * 1, None)},
     "the input itself": {"forward": lambda x: x},
 }
-BACKWARD: Final = {
+BACKWARD: Final[Any] = {
     f"{method}: {name}": {"method": method, **options}
     for method in KINDS
     for name, options in OPTIONS_BACKWARD.items()
