@@ -212,7 +212,7 @@ def _tensor(
     dtype: Any = None,
 ) -> InertTensor:
     """Describe a tensor within its storage, as ``torch._utils._rebuild_tensor_v2``."""
-    if not isinstance(stored, Stored) or type(offset) is not int or offset < 0:
+    if not isinstance(stored, Stored) or type(offset) is not int or not 0 <= offset < 2**62:
         raise pickle.UnpicklingError("a tensor has no storage")
     element = stored.dtype if dtype is None else _dtype(dtype)
     tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride), bits=_lazy(bits))

@@ -286,6 +286,7 @@ ODD = {
     "fewer elements than stored": tensor(storage(numel=numbers(2)), size=tuple_of(numbers(2))),
     "narrower dtype": tensor(storage(numel=numbers(8), kind=named("torch", "HalfStorage"))),
     "expanded to 2**62": tensor(size=tuple_of(long_int(1 << 62)), stride=tuple_of(numbers(0))),
+    "no elements at 2**64": tensor(size=tuple_of(numbers(0)), offset=long_int(1 << 64)),
     "no elements far away": tensor(size=tuple_of(numbers(0)), offset=numbers(4)),
     "sizes are lists": tensor(size=b"](" + numbers(4) + b"e", stride=b"](" + numbers(1) + b"e"),
     "sizes are bools": tensor(size=tuple_of(b"\x88")),
