@@ -164,8 +164,8 @@ _AVERAGING: Final = [
     Bug(
         "names: several wrappers around a model",
         "averaging/tensors.py",
-        '    while len(parts) > 1 and parts[0] == "module":',
-        '    if len(parts) > 1 and parts[0] == "module":',
+        '    while stripped and all(name.startswith("module.") for name in stripped.values()):',
+        '    if stripped and all(name.startswith("module.") for name in stripped.values()):',
         _EMA + "/test_watch.py",
     ),
     Bug(

@@ -94,7 +94,9 @@ def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     """Compare names, shapes and dtypes; return what differs as plain data for JSON."""
     # A rename in doubt is in the rules, and not in the pairs: its names stay those of one side.
     renames = find_renames(a.shapes, b.shapes)
-    pairs = {name: name for name in a.shapes if name in b.shapes} | renames.pairs
+    pairs = {name: name for name in a.shapes if name in b.shapes} | dict(
+        sorted(renames.pairs.items())
+    )
     paired_in_b = set(pairs.values())
 
     changed = [
@@ -112,7 +114,7 @@ def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     return {
         "only_in_a": [name for name in a.shapes if name not in pairs],
         "only_in_b": [name for name in b.shapes if name not in paired_in_b],
-        "renamed": [{"a": old, "b": new} for old, new in renames.pairs.items()],
+        "renamed": [{"a": old, "b": new} for old, new in sorted(renames.pairs.items())],
         "rules": [_rule_as_data(rule) for rule in renames.rules],
         "changed": changed,
         "values": None,
