@@ -94,9 +94,7 @@ def _compare(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     """Compare names, shapes and dtypes; return what differs as plain data for JSON."""
     # A rename in doubt is in the rules, and not in the pairs: its names stay those of one side.
     renames = find_renames(a.shapes, b.shapes)
-    pairs = {name: name for name in a.shapes if name in b.shapes} | dict(
-        sorted(renames.pairs.items())
-    )
+    pairs = {n: n for n in a.shapes if n in b.shapes} | dict(sorted(renames.pairs.items()))
     paired_in_b = set(pairs.values())
 
     changed = [
