@@ -87,7 +87,7 @@ FAULTS = [
         "hostile names",
         "a child called module lost its name in averages and files",
     ),
-    ("convert", "quantized", "the error named an class that users do not have"),
+    ("convert", "quantized", "the error named a class that users do not have"),
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
 ]
 
