@@ -255,9 +255,10 @@ def export_average(
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
         ValueError: If an entry, or a dtype, cannot be stored in a safetensors file, or an average
             is too large for the dtype.
-        RuntimeError: If there has been no update, so there is no average to write, or a parameter
-            has become empty; on the other ranks, if rank 0 could not write the file.
-        OSError: On rank 0, if the file cannot be written.
+        RuntimeError: If there has been no update, so there is no average to write, a parameter has
+            become empty, or ranks have averaged different steps.
+        OSError: If rank 0 cannot write the file.
+        Exception: What any other rank has raised; one that cannot be sent is a RuntimeError.
 
     Warns:
         UserWarning: Once per ``EMA``, if more than 10 % of the average is the model of the first
