@@ -8,15 +8,11 @@ The results are docs/_render/results/own_averages.json and a table of the docume
 """
 
 import ast
-import json
 import math
-import runpy
 import sys
 import typing
 from collections.abc import Callable
 from copy import deepcopy
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +23,7 @@ from torch import Tensor, nn
 
 import modkit
 from modkit import schedules
-from tests.suites.runs import ROOT
+from tests.suites.runs import ROOT, store
 
 
 RESULTS = ROOT / "docs" / "_render" / "results" / "own_averages.json"
@@ -255,13 +251,7 @@ def main() -> None:
         torch.manual_seed(0)
         rows[name] = {"what": (make.__doc__ or "").partition(": ")[2], **compare(make(folder))}
         sys.stderr.write(f"{name}: {rows[name]}\n")
-    found = {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "torch": version("torch").partition("+")[0],
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
+    store(RESULTS, rows)
 
 
 if __name__ == "__main__":

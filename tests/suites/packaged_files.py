@@ -4,9 +4,7 @@ It writes docs/_render/results/packaged_files.json and the pages. Nothing is ins
 are unpacked, and no code of theirs runs.
 """
 
-import json
 import re
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -14,8 +12,6 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ from click.testing import CliRunner
 
 import modkit
 from modkit.cli._commands import commands
-from tests.suites.runs import ROOT
+from tests.suites.runs import ROOT, store
 from tests.unit.files.same_objects import difference
 
 
@@ -51,13 +47,7 @@ MOST_FILES = 10
 def main() -> None:
     """Test the files of all packages, and write the results."""
     rows = {" ".join(package): test_package(*package) for package in PACKAGES.items()}
-    found = {
-        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
-        "torch": version("torch").partition("+")[0],
-        "rows": rows,
-    }
-    FOUND.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
+    store(FOUND, rows)
 
 
 def test_package(name: str, release: str) -> dict[str, Any]:

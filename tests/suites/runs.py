@@ -2,8 +2,10 @@
 
 import json
 import os
+import runpy
 import time
 from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,17 @@ from tests.suites.trees import unpack
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).with_name("plugin")
+
+
+def store(results: Path, rows: dict[str, Any]) -> None:
+    """Store the rows of a run with its date and torch, and write the pages that show them."""
+    found = {
+        "date": f"{datetime.now(timezone.utc):%Y-%m-%d}",
+        "torch": version("torch").partition("+")[0],
+        "rows": rows,
+    }
+    results.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    runpy.run_path(str(ROOT / "docs" / "render.py"))["write_pages"]()
 
 
 def suite_of(library: Library, side: str, tree: Path) -> Suite:
