@@ -38,10 +38,15 @@ def main() -> int:
     counts: Counter[str] = Counter()
     begin = time.monotonic()
     for feature, situation in chosen:
+        together = tuple(
+            name
+            for name, place in chosen
+            if place == situation and table.reason(name, place) is None
+        )
         faulthandler.dump_traceback_later(LIMIT, exit=True)
         with tempfile.TemporaryDirectory() as folder:
             try:
-                result = table.outcome(feature, situation, Path(folder))
+                result = table.outcome(feature, situation, Path(folder), together)
             except (Exception, pytest.fail.Exception):
                 result = "wrong"
                 sys.stdout.write(f"{feature} x {situation}\n{traceback.format_exc()}\n")

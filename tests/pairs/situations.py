@@ -21,6 +21,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import modkit
 from tests.pairs.worlds import (
@@ -999,6 +1007,46 @@ class Ddp(Ranks):
 
     def unwrapped(self, model: torch.nn.Module) -> torch.nn.Module:
         return getattr(model, "module", model)
+
+
+@situation("DDP, saver of one rank", "average")
+class Saver(Ddp):
+    """Only the first rank looks at averages and saves them."""
+
+    def build_as_trained(self, world: World) -> torch.nn.Module:
+        return Net()
+
+    def final(self) -> torch.nn.Module:
+        return Net()
+
+    def look(self, world: World, feature: Feature, subject: Any) -> None:
+        if torch.distributed.get_rank() == 0:
+            super().look(world, feature, subject)
+
+
+@situation("FSDP2", "average")
+class Fsdp2(Ranks):
+    """One layer is sharded by itself, and the rest, of uneven rows, with the root."""
+
+    # The hooks are there after the first forward.
+    settles = 1
+
+    def build(self) -> torch.nn.Module:
+        model, mesh = super().build(), init_device_mesh("cpu", (self.ranks,))
+        fully_shard(model.body, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+
+@situation("TP", "average")
+class TensorParallel(Ranks):
+    """One layer is sharded by columns, one by uneven rows, and one is whole."""
+
+    def build(self) -> torch.nn.Module:
+        plan = {
+            "body": RowwiseParallel(input_layouts=Replicate()),
+            "head": ColwiseParallel(output_layouts=Replicate()),
+        }
+        return parallelize_module(super().build(), init_device_mesh("cpu", (self.ranks,)), plan)
 
 
 Fork.plain = SITUATIONS["plain"]
