@@ -986,10 +986,9 @@ class EMA(Generic[ModelT_co]):
         stays, and so does the precision, except that averages of an ``EMA`` which were saved in a
         wider dtype keep it. A state of an older version migrates as the model's does, see
         :mod:`modkit.migrations`. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``,
-        diffusers' ``EMAModel``, ema-pytorch, torch_ema, Lightning, CompVis' ``LitEma`` and
-        checkpoints of mmengine. An empty state starts anew, with a warning. A state from inside
-        :meth:`applied` also loads its training weights into the model, whose own state holds the
-        average then: load that one first.
+        diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew,
+        with a warning. A state from inside :meth:`applied` also loads its training weights into the
+        model, whose own state holds the average then: load that one first.
 
         timm and plain weights have no counter of updates. Without ``step`` they continue as after
         the first update, with a warning if they replace an average, and unless the schedule is
@@ -1061,13 +1060,13 @@ class EMA(Generic[ModelT_co]):
         # Another thread may have swapped an average in since.
         self._check_restored("EMA.load_state_dict()", self.model)
         named = NamedTensors(self.model)
-        with ema_state.migrated(loaded, self.model) as current:
-            ema_state.check_raw(current.raw, named)
-            raw = [(named.tensor(name), value) for name, value in current.raw.items()]
-            if loaded.start is None:
-                self._engine.reset()
-            else:
-                self._engine.load(current, named)
+        loaded = ema_state.migrated(loaded, self.model)
+        ema_state.check_raw(loaded.raw, named)
+        raw = [(named.tensor(name), value) for name, value in loaded.raw.items()]
+        if loaded.start is None:
+            self._engine.reset()
+        else:
+            self._engine.load(loaded, named)
         for tensor, value in raw:
             write(tensor, value)
         self._follow()

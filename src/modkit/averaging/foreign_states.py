@@ -2,8 +2,7 @@
 
 The libraries need not be installed. Supported are torch (``AveragedModel``), timm (``ModelEmaV2``
 and ``V3``), diffusers (``EMAModel``), ema-pytorch (``EMA``), torch_ema
-(``ExponentialMovingAverage``), Lightning (``WeightAveraging``), CompVis (``LitEma``) and
-checkpoints of mmengine (``EMAHook``).
+(``ExponentialMovingAverage``) and Lightning (``WeightAveraging``).
 
 Example:
     >>> import torch
@@ -16,7 +15,7 @@ Example:
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -25,13 +24,7 @@ from torch import Tensor
 from modkit._messages import warn_user
 from modkit.averaging import schedules as decays
 from modkit.averaging.schedules import Schedule
-from modkit.averaging.state import (
-    LoadedState,
-    Part,
-    constructing,
-    invalid_state,
-    stored_average,
-)
+from modkit.averaging.state import LoadedState, Part, constructing, invalid_state, stored_average
 from modkit.averaging.tensors import canonical_names, canonical_paths
 
 
@@ -51,7 +44,6 @@ class Converted:
         step: Number of calls of the update method, averaged or not.
         schedule: The decay.
         update_after_step: Number of calls before the first averaged model.
-        rests: What rounding has lost of averages, by name, in states of earlier versions.
     """
 
     source: str
@@ -60,27 +52,15 @@ class Converted:
     step: int | None = None
     schedule: Schedule | None = None
     update_after_step: int | None = None
-    rests: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
-# The keys by which a state is recognised, the more specific ones first: most have other keys too.
+# The keys by which a state is recognised; it has others, too.
 _MARKS: Final = {
     "diffusers": {"shadow_params", "optimization_step"},
     "torch_ema": {"shadow_params", "num_updates"},
     "lightning": {"averaging_state", "state_dict"},
-    "mmengine": {"ema_state_dict", "state_dict"},
-    "LitEma": {"decay", "num_updates"},
+    "ema_pytorch": {"initted", "step"},
 }
-# The counter beside the names of a copy of the model, by library; timm has none.
-_COUNTERS: Final = {"torch": "n_averaged", "mmengine": "steps"}
-# The child with error terms that ``AveragedModel`` of earlier versions has, under names with ``/``
-# for a dot.
-_ERROR_TERMS: Final = "compensation."
-_SWAPPED: Final = (
-    "this is 'ema_state_dict' of a checkpoint of mmengine, which holds the training weights: its "
-    "hook swaps the two before it saves. Load the whole checkpoint, whose 'state_dict' is the "
-    "average"
-)
 
 
 def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
@@ -94,15 +74,10 @@ def recognise(state: State, model: torch.nn.Module | None = None) -> str | None:
     for source, marks in _MARKS.items():
         if marks <= keys:
             return source
-    if {"initted", "step"} <= keys and any(key.startswith("ema_model.") for key in keys):
-        return "ema_pytorch"
-
-    # ``AveragedModel`` of earlier versions may have error terms beside the members of torch's.
-    counted = [source for source, counter in _COUNTERS.items() if counter in keys]
-    members = keys - _COUNTERS.values()
-    members = {key for key in members if not key.startswith(_ERROR_TERMS)}
+    # Those of torch and timm are the state of a wrapper of the model.
+    members = keys - {"n_averaged"}
     if members and all(key.startswith("module.") for key in members):
-        return counted[0] if counted else "timm"
+        return "torch" if "n_averaged" in keys else "timm"
 
     if model is not None and all(isinstance(value, Tensor) for value in state.values()):
         named = canonical_names(name for name, _ in model.named_parameters(remove_duplicate=False))
@@ -132,14 +107,14 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
                 update_after_step=part["update_after_step"].count(),
             )
 
-        case "torch_ema" | "LitEma":
-            # They copy when they are created, which is one call of ``EMA.update()`` more. Without
-            # a count the decay is constant: torch_ema has None for it, and LitEma -1.
+        case "torch_ema":
+            # It copies when it is created, which is one call of ``EMA.update()`` more. Without a
+            # count the decay is constant.
             updates = part["num_updates"]
-            counts = updates.plain() is not None and updates.count(-1) >= 0
+            counts = updates.value is not None
             return Converted(
                 source,
-                _without_dots(part, model) if source == "LitEma" else _in_order(part, model),
+                _in_order(part, model),
                 step=updates.count() + 1 if counts else None,
                 schedule=_decay(part, decays.CountWarmup if counts else decays.Constant),
                 update_after_step=0,
@@ -150,12 +125,6 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
             count = part["averaging_state"]["n_averaged"].count()
             return Converted(source, _below("", part["state_dict"]), count, steps)
 
-        case "mmengine":
-            if "state_dict" not in state:
-                raise invalid_state(_SWAPPED)
-            calls = part["ema_state_dict"]["steps"].count()
-            return Converted(source, _below("", part["state_dict"]), step=calls)
-
         case "ema_pytorch":
             # Each call is a step, also those that ``update_after_step`` and ``update_every`` skip.
             calls = part["step"].count() if part["initted"].made(bool) else 0
@@ -163,9 +132,7 @@ def convert(state: State, model: torch.nn.Module) -> Converted:
 
         case "torch" | "timm":
             models = part["n_averaged"].count() if source == "torch" else None
-            terms = _below(_ERROR_TERMS, part).items()
-            rests = {key.replace("/", "."): term for key, term in terms}
-            return Converted(source, _below("module.", part), models, rests=rests)
+            return Converted(source, _below("module.", part), models)
 
         case "weights":
             return Converted(source, _below("", part))
@@ -206,15 +173,6 @@ def _below(prefix: str, part: Part) -> dict[str, Tensor]:
     }
     names = canonical_names(tensors)
     return replace(part, value={names[key]: tensors[key] for key in tensors}).tensors()
-
-
-def _without_dots(part: Part, model: torch.nn.Module) -> dict[str, Tensor]:
-    """Name the tensors of LitEma, which removes the dots from the names of parameters."""
-    named = canonical_names(name for name, _ in model.named_parameters())
-    names = {name.replace(".", ""): canonical for name, canonical in named.items()}
-    if len(names) < len(named):
-        raise invalid_state("without dots, as in LitEma, two names of the model are equal")
-    return {name: part[key].tensor().detach() for key, name in names.items() if key in part.value}
 
 
 def _in_order(part: Part, model: torch.nn.Module) -> dict[str, Tensor]:
@@ -281,7 +239,7 @@ def read(
         update_every=every,
         update_after_step=after,
         schedules=[converted.schedule or schedule for schedule in current.schedules],
-        averages=[stored_average(converted.averages, converted.rests)] * len(current.schedules),
+        averages=[stored_average(converted.averages)] * len(current.schedules),
         buffers=converted.averages,
         foreign=True,
         mixed=True,

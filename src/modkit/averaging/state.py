@@ -9,21 +9,21 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from modkit._messages import add_note, warn_user
+from modkit._messages import warn_user
 from modkit.averaging import schedules as decays
 from modkit.averaging.options import Options
 from modkit.averaging.precision import first_nonfinite
 from modkit.averaging.schedules import Schedule
 from modkit.averaging.sharding import are_own_shards
 from modkit.averaging.tensors import NamedTensors, canonical_paths, check_match, shapes_of
-from modkit.errors import MigrationError, NameMismatchError, shown
+from modkit.errors import shown
 
 
 # The sources of states that this library saved, as errors name them.
@@ -202,12 +202,10 @@ def versions_of(model: torch.nn.Module) -> dict[str, int]:
     return {"": 1, **versions}
 
 
-@contextmanager
-def migrated(loaded: LoadedState, model: torch.nn.Module) -> Generator[LoadedState]:
-    """Yield a state after the migrations that classes of the model declare, for a block to load."""
+def migrated(loaded: LoadedState, model: torch.nn.Module) -> LoadedState:
+    """Return a state after the migrations that classes of the model declare."""
     if not any(hasattr(type(module), "__migrations__") for module in model.modules()):
-        yield loaded
-        return
+        return loaded
     # Canonical names are those below such a wrapper.
     while [*model._modules] == ["module"]:
         model = model.get_submodule("module")
@@ -217,10 +215,7 @@ def migrated(loaded: LoadedState, model: torch.nn.Module) -> Generator[LoadedSta
     state: dict[str, Any] = {
         "version": VERSION,
         "schedules": [],
-        "averages": [
-            {**stored, "tensors": {**stored["tensors"], **_sums(index, stored)}, "rests": {}}
-            for index, stored in enumerate(loaded.averages)
-        ],
+        "averages": loaded.averages,
         "buffers": {} if loaded.foreign else loaded.buffers,
         "raw": loaded.raw,
         "versions": loaded.versions,
@@ -228,25 +223,12 @@ def migrated(loaded: LoadedState, model: torch.nn.Module) -> Generator[LoadedSta
     new = migrations.migrate(model, state)
     averages = new["averages"]
     buffers = averages[0]["tensors"] if loaded.foreign else new["buffers"]
-    try:
-        yield replace(loaded, averages=averages, buffers=buffers, raw=new["raw"], mixed=True)
-    except NameMismatchError as error:
-        with suppress(MigrationError):
-            changes = migrations.plan(model, {**state, "versions": None})
-            if changes and loaded.versions is not None:
-                add_note(
-                    error,
-                    f"The names are of an older version than the state says: {changes[0]}. Load "
-                    "what modkit.migrations.migrate(model, state, versions=...) returns.",
-                )
-        raise
+    return replace(loaded, averages=averages, buffers=buffers, raw=new["raw"], mixed=True)
 
 
-def stored_average(
-    tensors: Mapping[str, Tensor], rests: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
+def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what a state holds of an average without generators and statistics."""
-    return {"tensors": tensors, "generators": {}, "statistics": {}, "rests": rests or {}}
+    return {"tensors": tensors, "generators": {}, "statistics": {}}
 
 
 def is_own(state: Mapping[str, Any]) -> bool:
@@ -429,7 +411,6 @@ def matched(
         # The engine refuses the others, which torch cannot average.
         dense = {n: tensor for n, tensor in averaged.items() if tensor.layout == torch.strided}
         _check_like(f"averages[{index}]['tensors']", tensors, dense)
-        tensors.update(_sums(index, stored))
 
     shards = [tensor for tensors in tensors_of_each for tensor in tensors.values()]
     if not are_own_shards([*shards, *loaded.raw.values()], averaged.values()):
@@ -437,21 +418,6 @@ def matched(
     if options.on_nonfinite != "ignore":
         _check_finite(tensors_of_each, options)
     return averaged, copied, tensors_of_each
-
-
-def _sums(index: int, stored: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return averages with what earlier versions kept beside them: what rounding had lost."""
-    sums: dict[str, Tensor] = {}
-    for name, rest in stored["rests"].items():
-        average = stored["tensors"].get(name)
-        path = f"averages[{index}]['rests'][{name!r}]"
-        if average is None or average.shape != rest.shape:
-            raise invalid_state(f"{path} of the state does not belong to an average")
-        # More bits than both have, so that the sum loses nothing.
-        with constructing(path):
-            wide = torch.promote_types(average.dtype, torch.float64)
-            sums[name] = average.to(wide).add(rest)
-    return sums
 
 
 def _check_like(path: str, tensors: Mapping[str, Tensor], members: Mapping[str, Tensor]) -> None:
