@@ -42,6 +42,7 @@ html_static_path = ["_static"]
 html_favicon = "_static/logo.svg"
 html_theme_options = {"light_logo": "logo.svg", "dark_logo": "logo-dark.svg"}
 html_css_files = ["pages.css"]
+html_js_files = ["tables.js"]
 # The button copies what a shell or Python reads, without prompts and without their output.
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
@@ -71,8 +72,13 @@ nitpick_ignore_regex = [
 ]
 
 
-# The type variables of models, and the keywords of EMA, which other classes pass on.
-MODEL = re.compile(r"(modkit\.(\w+\.)*)?(ModelT_co|ModelT|ModuleT)")
+# The type variables of models and classes, a class of torch, and the keywords of EMA, which other
+# classes pass on.
+SHOWN_TYPES = {
+    r"(modkit\.(\w+\.)*)?(ModelT_co|ModelT|ModuleT|T)": "Module",
+    r"(modkit\.(\w+\.)*)?_ClassT": "type",
+    r"(torch\.(\w+\.)*)?_IncompatibleKeys": "NamedTuple",
+}
 KEYWORDS = re.compile(r": ~?(?:[\w.]+\.)?Unpack\[[^]]*\]")
 
 
@@ -105,11 +111,12 @@ def hide_keywords(
     return signature and KEYWORDS.sub("", signature), result
 
 
-def name_models(app: Any, doctree: Any) -> None:
-    """Write the model of a generic class as the class that users know."""
+def show_types(app: Any, doctree: Any) -> None:
+    """Write private types as the classes that users know, such as the model of a generic class."""
     for node in [*doctree.findall(nodes.Text)]:
-        if MODEL.fullmatch(node):
-            node.parent.replace(node, nodes.Text("Module"))
+        for pattern, shown in SHOWN_TYPES.items():
+            if re.fullmatch(pattern, node):
+                node.parent.replace(node, nodes.Text(shown))
 
 
 def link_to_pages(app: Any, path: Any, page: str, content: list[str]) -> None:
@@ -196,6 +203,6 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", hide_keywords)
     app.connect("include-read", link_to_pages)
     app.connect("source-read", unlink_files)
-    app.connect("doctree-read", name_models)
+    app.connect("doctree-read", show_types)
     app.connect("viewcode-follow-imported", source_of)
     app.connect("viewcode-find-source", add_methods)

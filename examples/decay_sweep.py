@@ -1,10 +1,11 @@
 """Train runs of several lengths, and compare averages whose windows are parts of the run.
 
-    python examples/decay_sweep.py                  # a table and a picture, sweep.svg
-    python examples/decay_sweep.py --task digits    # a minute
+    python examples/decay_sweep.py                  # a table and two pictures, half an hour
+    python examples/decay_sweep.py --task digits    # two minutes
 
-Each run is averaged with all windows at once. The text are the help pages of Python. Digits need
-scikit-learn, the picture matplotlib: `python -m pip install ".[demo]"`.
+Each run is averaged with all windows at once: `sweep.svg`. `average.svg` follows one run on digits,
+averaged with the default. The text are the help pages of Python. Digits need scikit-learn, the
+pictures matplotlib: `python -m pip install ".[demo]"`.
 """
 
 import argparse
@@ -23,7 +24,9 @@ import modkit
 from modkit import nn, schedules
 
 
-STEPS = {"digits": (280, 1120, 4480), "text": (300,)}
+STEPS = {"digits": (280, 1120, 4480), "text": (300, 900, 2700)}
+# Steps in an epoch of the digits.
+EPOCH = 28
 # Windows as parts of the run.
 PARTS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 RATES = ("constant", "cosine")
@@ -70,7 +73,7 @@ class Decoder(nn.Module):
         self.letters = nn.Embedding(letters, 64)
         self.places = nn.Embedding(context, 64)
         layer = nn.TransformerEncoderLayer(
-            64, 4, 256, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+            64, 4, 256, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.layers = nn.TransformerEncoder(
             layer, 2, norm=nn.LayerNorm(64), enable_nested_tensor=False
@@ -92,8 +95,8 @@ def text() -> Task:
     whole = "".join(topics[name] for name in sorted(topics))
     letters = {letter: index for index, letter in enumerate(sorted(set(whole)))}
     data = torch.tensor([letters[letter] for letter in whole])
-    context, split = 64, len(data) * 9 // 10
-    held_out = data[split:].unfold(0, context + 1, context + 1)[:128]
+    context, split = 32, len(data) * 9 // 10
+    held_out = data[split:].unfold(0, context + 1, context + 1)[:256]
     model = Decoder(len(letters), context)
 
     def loss(batch: torch.Tensor) -> torch.Tensor:
@@ -101,7 +104,7 @@ def text() -> Task:
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def train_loss() -> torch.Tensor:
-        starts = torch.randint(split - context - 1, (32,))
+        starts = torch.randint(split - context - 1, (16,))
         return loss(torch.stack([data[start : start + context + 1] for start in starts]))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -117,6 +120,18 @@ def window(steps: float) -> Callable[[int], float]:
     return lambda n: decay * (1 - decay**n) / (1 - decay ** (n + 1))
 
 
+def optimize(task: Task, steps: int, rate: str) -> Iterator[int]:
+    """Train, and yield the number of each step after it."""
+    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(task.optimizer, T_max=steps)
+    for step in range(1, steps + 1):
+        task.optimizer.zero_grad()
+        task.train_loss().backward()
+        task.optimizer.step()
+        if rate == "cosine":
+            annealing.step()
+        yield step
+
+
 def train(name: str, steps: int, rate: str, seed: int) -> dict[str, float]:
     """Train once; return the loss of the training weights and of each average."""
     torch.manual_seed(seed)
@@ -127,14 +142,8 @@ def train(name: str, steps: int, rate: str, seed: int) -> dict[str, float]:
         if part * steps > 1:
             decays[f"{part:g}"] = window(part * steps)
     ema = modkit.EMACallback(task.model, task.optimizer, schedule=[*decays.values()])
-    annealing = torch.optim.lr_scheduler.CosineAnnealingLR(task.optimizer, T_max=steps)
-
-    for _ in range(steps):
-        task.optimizer.zero_grad()
-        task.train_loss().backward()
-        task.optimizer.step()
-        if rate == "cosine":
-            annealing.step()
+    for _ in optimize(task, steps, rate):
+        pass
 
     with ema.evaluating_training_weights(), torch.no_grad():
         losses = {RAW: task.test_loss().item()}
@@ -152,6 +161,25 @@ def sweep(tasks: list[str], seeds: int) -> Iterator[dict[str, Any]]:
                 runs = [train(task, steps, rate, seed) for seed in range(seeds)]
                 losses = {label: [run[label] for run in runs] for label in runs[0]}
                 yield {"task": task, "rate": rate, "steps": steps, "losses": losses}
+
+
+def follow(steps: int, every: int) -> dict[str, list[float]]:
+    """Train on digits at a constant learning rate; return losses of the weights and their average.
+
+    It is the first run of this length in the sweep.
+    """
+    torch.manual_seed(0)
+    task = digits()
+    ema = modkit.EMA(task.model).attach(task.optimizer)
+    losses: dict[str, list[float]] = {RAW: [], "their average, EMA(net)": []}
+    for step in optimize(task, steps, "constant"):
+        if step % every:
+            continue
+        with torch.no_grad():
+            losses[RAW].append(task.test_loss().item())
+            with ema.applied():
+                losses["their average, EMA(net)"].append(task.test_loss().item())
+    return losses
 
 
 def style(axes: Any, title: str = "") -> None:
@@ -192,6 +220,18 @@ def draw_sweep(rows: list[dict[str, Any]], path: Path) -> None:
     save(figure, path)
 
 
+def draw_run(losses: dict[str, list[float]], every: int, path: Path) -> None:
+    """Draw the test losses of one run."""
+    figure = Figure(figsize=(5.0, 2.4), layout="constrained")
+    axes = figure.subplots()
+    for color, (label, values) in zip((GREY, COLORS[0]), losses.items(), strict=True):
+        steps = range(every, every * len(values) + 1, every)
+        axes.plot(steps, values, color=color, label=label)
+    axes.set(xlabel="step", ylabel="test loss", xlim=(0, None), ylim=(0, 0.4))
+    style(axes)
+    save(figure, path)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a picture without a date, and without spaces at the ends of lines."""
     # Text stays text, and the same data give the same file.
@@ -206,18 +246,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--task", choices=STEPS, action="append", help="default: both")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=Path(), help="folder for the picture")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder for the pictures")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
+    tasks = options.task or [*STEPS]
     rows: list[dict[str, Any]] = []
-    for row in sweep(options.task or [*STEPS], options.seeds):
+    for row in sweep(tasks, options.seeds):
         rows.append(row)
         print(f"{row['task']}, {row['rate']} learning rate, {row['steps']:,} steps")
         for label, losses in row["losses"].items():
             deviation = stdev(losses) if len(losses) > 1 else 0.0
             print(f"  {label:>16}  {mean(losses):.4f} ± {deviation:.4f}", flush=True)
     draw_sweep(rows, options.out / "sweep.svg")
+    if "digits" in tasks:
+        length = STEPS["digits"][1]
+        draw_run(follow(length, EPOCH), EPOCH, options.out / "average.svg")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from _render.stored_results import read, release
 
 COUNTS = ("passed", "skipped", "xfailed", "failed")
 SIDES = ("torch", "whole", "user")
-# How many of the lines that change in a script its row shows.
-SHOWN_LINES = 4
 NOT_RUN = {"XLA": "not run", "CUDA": "in part, see below", "XPU": "not run", "MTIA": "not run"}
 TEXT = """\
 # Tested with
@@ -340,21 +338,17 @@ def scripts_table(scripts: dict[str, Any]) -> str:
     """Return the training scripts, with the lines that differ between torch and modkit."""
     rows = []
     for row in scripts.values():
-        where = f"{row['repository']}, {row['script']}, commit {row['commit'][:7]}"
-        counts = [row["losses"], row["modules of modkit"]]
-        rows.append([row["kind"], where, *counts, changed_lines(row), verdict(row)])
+        where = f"{row['repository']}, {short_path(row)}, commit {row['commit'][:7]}"
+        changed = len(row["lines"]) + len(row["lines of files"])
+        counts = [row["losses"], row["modules of modkit"], changed]
+        rows.append([row["kind"], where, *counts, verdict(row)])
     heading = ["trains", "script", "losses", "modules of modkit", "lines that change", "result"]
     return table(heading, rows)
 
 
-def changed_lines(row: dict[str, Any]) -> str:
-    """Return the lines of a script that change, and how many do in its modules."""
-    lines = row["lines"] or row["lines of files"]
-    shown = [f"`{line}`" for line in lines[:SHOWN_LINES]]
-    more = len(lines) - len(shown)
-    if row["lines"]:
-        more += len(row["lines of files"])
-    return "<br>".join([*shown, *[f"and {more} more"] * bool(more)])
+def short_path(row: dict[str, Any]) -> str:
+    """Return the file of a script and its folder."""
+    return "/".join(row["script"].split("/")[-2:])
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -365,7 +359,7 @@ def verdict(row: dict[str, Any]) -> str:
 def resumed_table(scripts: dict[str, Any]) -> str:
     """Return the scripts that an average was added to."""
     rows = [
-        [f"{row['repository']}, {row['script']}", *average_cells(row["average"])]
+        [f"{row['repository']}, {short_path(row)}", *average_cells(row["average"])]
         for row in scripts.values()
         if "average" in row
     ]
