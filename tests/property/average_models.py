@@ -388,7 +388,6 @@ class Cosine(schedules.Schedule):
 
 SCHEDULES: dict[str, tuple[schedules.Schedule, Reference]] = {
     "Constant": (schedules.Constant(0.9), by_step(lambda n: 0.9)),
-    "HalfLife": (schedules.HalfLife(3), by_step(lambda n: 0.5 ** (1 / 3))),
     "CountWarmup": (schedules.CountWarmup(0.5), by_step(lambda n: min(0.5, (1 + n) / (10 + n)))),
     "InverseGamma": (
         schedules.InverseGamma(power=0.75),

@@ -51,7 +51,7 @@ def test_hints_name_extras_that_exist():
         for extra in re.findall(r"install_extra\(['\"](\w+)", file.read_text(encoding="utf-8"))
     ]
 
-    assert {"cli", "plot", "lightning", "transformers"} <= set(named)
+    assert {"cli", "lightning", "transformers"} <= set(named)
     assert set(named) <= set(re.findall(r"^(\w+) = ", extras[1], re.MULTILINE))
     assert 'python -m pip install ".[cli]"' in install_extra("cli")
 

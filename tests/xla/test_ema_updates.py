@@ -21,7 +21,6 @@ pytestmark = pytest.mark.xla
 
 SCHEDULES: dict[str, Any] = {
     "Constant": schedules.Constant(0.99),
-    "HalfLife": schedules.HalfLife(20),
     "InverseGamma": schedules.InverseGamma(decay=0.999),
     "CountWarmup": schedules.CountWarmup(0.999),
     "Equal": schedules.Equal(),

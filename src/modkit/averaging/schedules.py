@@ -9,37 +9,28 @@ import operator
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import accumulate, pairwise
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeGuard, cast
+from typing import Any, Final, NoReturn, TypeAlias, TypeGuard, cast
 
 import torch
 from typing_extensions import override
 
-from modkit._messages import install_extra
 from modkit._namespace import publish
 
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = [
     "Constant",
     "CountWarmup",
     "Custom",
     "Equal",
-    "HalfLife",
     "InverseGamma",
     "PerUpdate",
     "Power",
     "Schedule",
     "as_schedule",
-    "bounds",
     "from_config",
     "gamma_of",
-    "plot",
     "profile",
     "sigma_rel_of",
 ]
@@ -58,79 +49,19 @@ _LEAST_PLAUSIBLE: Final = 0.1
 # the uniform distribution on [0, 1].
 _WIDEST: Final = 1 / math.sqrt(12)
 
-_LIMITS: Final[dict[str, tuple[str, Callable[[Any, float], bool]]]] = {
-    "at_least": ("at least", operator.ge),
-    "above": ("more than", operator.gt),
-    "at_most": ("at most", operator.le),
-    "below": ("less than", operator.lt),
-}
-
-
-def bounds(**limits: float) -> dict[str, Any]:
-    """Return metadata that limits a field of a schedule.
-
-    A field with limits must be a number. Without this metadata, a field may be anything, and a
-    number must be finite.
-
-    Args:
-        **limits: Any of ``at_least``, ``above``, ``at_most`` and ``below``, each a number.
-
-    Returns:
-        The ``metadata`` of ``dataclasses.field``.
-
-    Raises:
-        KeyError: If a limit has another name.
-
-    Example:
-        >>> from dataclasses import dataclass, field
-        >>> from modkit import schedules
-        >>> @dataclass(frozen=True)
-        ... class Linear(schedules.Schedule):
-        ...     steps: float = field(default=1000, metadata=schedules.bounds(above=0))
-        ...
-        ...     def decay_at(self, n):
-        ...         return min(0.999, n / self.steps)
-        >>> Linear(steps=0)
-        Traceback (most recent call last):
-        ValueError: Linear: steps must be more than 0, got 0
-    """
-    return {"bounds": [(*_LIMITS[name], limit) for name, limit in limits.items()]}
-
-
-_FRACTION: Final = bounds(at_least=0, at_most=1)
-_POSITIVE: Final = bounds(above=0)
-
-
-def _checked(owner: str, declared: "Field[Any]", value: Any) -> Any:
-    """Return a valid value of a field, a number as a plain ``int`` or ``float``."""
-    limits = declared.metadata.get("bounds", [])
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        if limits and not (value is None and declared.default is None):
-            raise TypeError(f"{owner}: {declared.name} must be a number, got {value!r}")
-        return value
-
-    if not math.isfinite(value) or not all(allows(value, limit) for _, allows, limit in limits):
-        required = " and ".join(f"{words} {limit:g}" for words, _, limit in limits)
-        raise ValueError(
-            f"{owner}: {declared.name} must be {required or 'a finite number'}, got {value!r}"
-        )
-
-    # NumPy's numbers would make a state that ``weights_only=True`` refuses to load.
-    if isinstance(value, numbers.Integral) and not limits:
-        return int(value)
-    return float(value)
+# Which numbers a field of a schedule accepts, in words and as a function.
+_FRACTION: Final = {"limits": ("from 0 to 1", lambda number: 0 <= number <= 1)}
+_POSITIVE: Final = {"limits": ("above 0", lambda number: number > 0)}
+_AT_LEAST_ONE: Final = {"limits": ("1 or more", lambda number: number >= 1)}
+_WIDTH: Final = {"limits": ("above 0 and below 0.2886", lambda number: 0 < number < _WIDEST)}
 
 
 @dataclass(frozen=True)
 class Schedule(ABC):
     """Base class of schedules; a subclass is a frozen dataclass that implements :meth:`decay_at`.
 
-    Fields that are numbers must be finite, and :func:`bounds` limits them further. To resume an
+    Numbers in fields become plain Python numbers, so that checkpoints can hold them. To resume an
     average, create it with an equal schedule: :func:`from_config` knows modkit's own classes only.
-
-    Raises:
-        TypeError: If a field with limits is not a number.
-        ValueError: If a number is not finite, or not within its limits.
 
     Example:
         >>> from dataclasses import dataclass
@@ -150,12 +81,21 @@ class Schedule(ABC):
 
         Raises:
             TypeError: If a field with limits is not a number.
-            ValueError: If a number is not finite, or not within its limits.
+            ValueError: If a number is not within its limits.
         """
         for declared in fields(self):
-            if declared.init:
-                value = _checked(type(self).__name__, declared, getattr(self, declared.name))
-                object.__setattr__(self, declared.name, value)
+            problem = f"{type(self).__name__}: {declared.name} must be"
+            value = getattr(self, declared.name)
+            limits = declared.metadata.get("limits")
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if limits and not is_number:
+                raise TypeError(f"{problem} a number, got {value!r}")
+            if limits and not limits[1](value):
+                raise ValueError(f"{problem} {limits[0]}, got {value!r}")
+            if is_number:
+                # NumPy's numbers would make a state that ``weights_only=True`` refuses to load.
+                is_whole = isinstance(value, numbers.Integral) and not limits
+                object.__setattr__(self, declared.name, int(value) if is_whole else float(value))
 
     @abstractmethod
     def decay_at(self, n: int) -> float:
@@ -237,7 +177,7 @@ class Schedule(ABC):
         config: dict[str, Any] = {"name": type(self).__name__}
         for declared in fields(self):
             value = getattr(self, declared.name)
-            if declared.init and value is not None:
+            if value is not None:
                 config[declared.name] = value.to_config() if isinstance(value, Schedule) else value
         return config
 
@@ -250,31 +190,13 @@ class _ClosedForm(Schedule):
         return self.decay_over(n, 1)
 
 
-class _Clamped(Schedule):
-    """A growing decay, clamped to the fields ``min_decay`` and ``decay``."""
-
-    min_decay: float
-    decay: float
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.min_decay > self.decay:
-            name = type(self).__name__
-            raise ValueError(
-                f"{name}: min_decay must not exceed decay={self.decay}, got {self.min_decay}"
-            )
-
-    def _clamped(self, decay: float) -> float:
-        return max(self.min_decay, min(self.decay, decay))
-
-
 @dataclass(frozen=True)
 class Constant(_ClosedForm):
     """A constant decay: the usual exponential moving average, ``d = decay``.
 
     The average spans about ``1 / (1 - decay)`` steps. It is the formula of
-    ``torch.optim.swa_utils.get_ema_multi_avg_fn``.
+    ``torch.optim.swa_utils.get_ema_multi_avg_fn``. A half-life of ``h`` steps is the decay ``0.5 **
+    (1 / h)``.
 
     Args:
         decay: The decay of each step, from 0 to 1.
@@ -297,34 +219,7 @@ class Constant(_ClosedForm):
 
 
 @dataclass(frozen=True)
-class HalfLife(_ClosedForm):
-    """A constant decay by its half-life, ``d = 2 ** (-1 / half_life)``.
-
-    It is the formula of ``EMA(half_life=)`` in MosaicML's Composer
-    (https://github.com/mosaicml/composer/blob/main/composer/algorithms/ema/ema.py).
-
-    Args:
-        half_life: Number of steps in which the weight of a model is halved, above 0.
-
-    Raises:
-        TypeError: If ``half_life`` is not a number.
-        ValueError: If ``half_life`` is not above 0.
-
-    Example:
-        >>> from modkit import schedules
-        >>> round(schedules.HalfLife(100).over(100, 100), 6)
-        0.5
-    """
-
-    half_life: float = field(metadata=_POSITIVE)
-
-    @override
-    def decay_over(self, n: int, k: int) -> float:
-        return math.pow(2.0, -k / self.half_life)
-
-
-@dataclass(frozen=True)
-class InverseGamma(_Clamped):
+class InverseGamma(Schedule):
     """A decay that approaches 1 by an inverse power, ``d = 1 - (1 + n / inv_gamma) ** -power``.
 
     The decay is clamped to ``min_decay`` and ``decay``. It is the formula of ``EMAWarmup`` in
@@ -336,12 +231,12 @@ class InverseGamma(_Clamped):
         inv_gamma: Number of steps after which ``d`` is ``1 - 2 ** -power``, above 0; a larger one
             slows the growth.
         power: Exponent, above 0; a larger one speeds up the growth.
-        min_decay: Smallest decay, from 0 to ``decay``.
+        min_decay: Smallest decay, from 0 to 1; it takes precedence over ``decay``.
         decay: Largest decay, from 0 to 1.
 
     Raises:
         TypeError: If a field is not a number.
-        ValueError: If a field is out of range, or ``min_decay`` exceeds ``decay``.
+        ValueError: If a field is out of range.
 
     Example:
         >>> from modkit import schedules
@@ -357,11 +252,12 @@ class InverseGamma(_Clamped):
     @override
     def decay_at(self, n: int) -> float:
         # ``1 - (1 + x) ** -power`` without cancellation, for steps far beyond ``inv_gamma``.
-        return self._clamped(-math.expm1(-self.power * math.log1p(n / self.inv_gamma)))
+        decay = -math.expm1(-self.power * math.log1p(n / self.inv_gamma))
+        return max(self.min_decay, min(self.decay, decay))
 
 
 @dataclass(frozen=True)
-class CountWarmup(_Clamped):
+class CountWarmup(Schedule):
     """A warm-up by the number of steps, ``d = (1 + n) / (offset + n)``.
 
     The decay is clamped to ``min_decay`` and ``decay``. It is the formula of TensorFlow's
@@ -374,11 +270,11 @@ class CountWarmup(_Clamped):
         decay: Largest decay, from 0 to 1.
         offset: Number of steps plus 2 after which ``d`` is 0.5, 1 or more; a larger one slows the
             growth.
-        min_decay: Smallest decay, from 0 to ``decay``.
+        min_decay: Smallest decay, from 0 to 1; it takes precedence over ``decay``.
 
     Raises:
         TypeError: If a field is not a number.
-        ValueError: If a field is out of range, or ``min_decay`` exceeds ``decay``.
+        ValueError: If a field is out of range.
 
     Example:
         >>> from modkit import schedules
@@ -387,12 +283,12 @@ class CountWarmup(_Clamped):
     """
 
     decay: float = field(default=0.999, metadata=_FRACTION)
-    offset: float = field(default=10.0, metadata=bounds(at_least=1))
+    offset: float = field(default=10.0, metadata=_AT_LEAST_ONE)
     min_decay: float = field(default=0.0, metadata=_FRACTION)
 
     @override
     def decay_at(self, n: int) -> float:
-        return self._clamped((1 + n) / (self.offset + n))
+        return max(self.min_decay, min(self.decay, (1 + n) / (self.offset + n)))
 
 
 @dataclass(frozen=True)
@@ -421,43 +317,28 @@ class Power(_ClosedForm):
     The model of training step ``t`` has a weight proportional to ``t ** gamma``, where ``t = n +
     1``, since the copy is the first model. The decay of ``k`` steps is ``(1 - k / t) ** (gamma +
     1)``: equation 127 of Karras et al. 2024, "Analyzing and Improving the Training Dynamics of
-    Diffusion Models" (EDM2), https://arxiv.org/abs/2312.02696. Give either ``sigma_rel`` or
-    ``gamma``.
+    Diffusion Models" (EDM2), https://arxiv.org/abs/2312.02696. ``gamma`` is :func:`gamma_of` the
+    width; from a ``gamma``, :func:`sigma_rel_of` makes one.
 
     Args:
         sigma_rel: Standard deviation of the profile ``t ** gamma``, divided by the length of the
             run: above 0 and below 0.288675, that of the equal average. 0.05 and 0.1 are usual.
-        gamma: Exponent of the profile, 0 or more.
-
-    Attributes:
-        exponent: The exponent, whichever of the two was given.
 
     Raises:
-        TypeError: If neither or both are given, or not a number.
-        ValueError: If a field is out of range.
+        TypeError: If ``sigma_rel`` is not a number.
+        ValueError: If ``sigma_rel`` is out of range.
 
     Example:
         >>> from modkit import schedules
-        >>> narrow = schedules.Power(sigma_rel=0.05)
-        >>> round(narrow.exponent, 2), round(narrow(1000), 4)
-        (16.97, 0.9822)
+        >>> round(schedules.Power(sigma_rel=0.05)(1000), 4)
+        0.9822
     """
 
-    sigma_rel: float | None = field(default=None, metadata=bounds(above=0, below=_WIDEST))
-    gamma: float | None = field(default=None, metadata=bounds(at_least=0))
-    exponent: float = field(init=False, repr=False, compare=False)
-
-    @override
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.sigma_rel is None) == (self.gamma is None):
-            raise TypeError("Power: give either sigma_rel or gamma")
-        gamma = gamma_of(self.sigma_rel) if self.sigma_rel is not None else self.gamma
-        object.__setattr__(self, "exponent", gamma)
+    sigma_rel: float = field(metadata=_WIDTH)
 
     @override
     def decay_over(self, n: int, k: int) -> float:
-        return math.pow((n + 1 - k) / (n + 1), self.exponent + 1)
+        return math.pow((n + 1 - k) / (n + 1), gamma_of(self.sigma_rel) + 1)
 
 
 @dataclass(frozen=True)
@@ -544,7 +425,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     Example:
         >>> from modkit import schedules
         >>> schedules.from_config(schedules.Power(0.05).to_config())
-        Power(sigma_rel=0.05, gamma=None)
+        Power(sigma_rel=0.05)
     """
     options = dict(config)
     name = options.pop("name", None)
@@ -600,27 +481,16 @@ def _is_function(value: object) -> TypeGuard[Callable[[int], float]]:
     return callable(value) and not isinstance(value, (type, torch.nn.Module))
 
 
-def as_list(decays: Decay | Sequence[Decay]) -> Sequence[Decay]:
-    """Return several decays, or one in a list.
-
-    Args:
-        decays: A decay, or a sequence of them. A string counts as one, which is refused later.
-
-    Returns:
-        The decays.
-    """
-    if isinstance(decays, Sequence) and not isinstance(decays, (str, bytes)):
-        return decays
-    return [cast("Decay", decays)]
-
-
 def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> list[Schedule]:
     """Return one schedule for each average that these two arguments of ``EMA`` ask for."""
     if schedule is not None and decay is not None:
         raise ValueError(f"EMA: give decay or schedule, not both: got {decay!r} and {schedule!r}")
     name, chosen = ("decay", decay) if schedule is None else ("schedule", schedule)
     # A constant 0.999 would keep 37 % of the untrained model for 1,000 steps.
-    decays = as_list(CountWarmup(0.999) if chosen is None else chosen)
+    chosen = CountWarmup(0.999) if chosen is None else chosen
+    # A string counts as one, which is refused below.
+    is_list = isinstance(chosen, Sequence) and not isinstance(chosen, (str, bytes))
+    decays = cast("Sequence[Decay]", chosen if is_list else [chosen])
     if not decays:
         raise ValueError(f"EMA: {name} must not be an empty list")
 
@@ -639,7 +509,7 @@ def is_constant(schedule: Schedule) -> bool:
     """Return True if the decay does not depend on the number of the step; unknown classes may."""
     if isinstance(schedule, PerUpdate):
         return is_constant(as_schedule(schedule.schedule))
-    return isinstance(schedule, (Constant, HalfLife))
+    return isinstance(schedule, Constant)
 
 
 def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
@@ -675,59 +545,6 @@ def profile(decay: Decay, n: int, update_every: int = 1) -> list[float]:
     decays = [schedule.over(step, update_every) for step in range(last, 0, -update_every)]
     older = [1.0, *accumulate(decays, operator.mul)]
     return [older[-1], *(new - old for old, new in pairwise(reversed(older)))]
-
-
-def plot(
-    schedules: "Decay | Sequence[Decay] | Mapping[str, Decay]",
-    n: int,
-    update_every: int = 1,
-    *,
-    axes: "Axes | None" = None,
-) -> "Figure":
-    """Plot the :func:`profile` of schedules, relative to the equal average (extra ``plot``).
-
-    A value of 1 is the weight that the model has in the plain mean; values below 0.001 are not
-    shown. Long runs are drawn in about a thousand points, each the mean of several updates.
-
-    Args:
-        schedules: A decay, schedule or function of ``n``; a list of them; or a dict of them by
-            label.
-        n: Number of steps since the copy, 1 or more (see :mod:`modkit.schedules`).
-        update_every: Number of steps between updates, 1 or more.
-        axes: Axes of matplotlib to draw into. Default: those of a new figure.
-
-    Returns:
-        The figure. ``figure.savefig("weights.png")`` saves it.
-
-    Raises:
-        ImportError: If matplotlib is not installed and ``axes`` is not given.
-        TypeError: If a decay is not a number, a schedule or a function.
-        ValueError: If ``n`` or ``update_every`` is below 1, or a decay is not from 0 to 1.
-    """
-    if min(n, update_every) < 1:
-        raise ValueError(f"plot: n and update_every must be 1 or more, got {n} and {update_every}")
-    if not isinstance(schedules, Mapping):
-        decays = as_list(schedules)
-        schedules = {str(as_schedule(decay, "plot: schedules")): decay for decay in decays}
-    if axes is None:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(f"plot: matplotlib is needed. {install_extra('plot')}") from error
-        axes = Figure(layout="constrained").subplots()
-
-    for label, schedule in schedules.items():
-        weights = profile(schedule, n, update_every)
-        # The copy is a point of its own.
-        edges = [0, *range(1, len(weights), max(1, len(weights) // 1000)), len(weights)]
-        heights = [fmean(weights[start:end]) * len(weights) for start, end in pairwise(edges)]
-        steps = [(edge - 1) * update_every for edge in edges[1:]]
-        axes.plot(steps, heights, label=label, drawstyle="steps-mid")
-
-    # Weights of the distant past go down to 1e-40, and would leave the last steps a thin strip.
-    axes.set(xlabel="step", ylabel="weight / mean weight", yscale="log", ylim=(1e-3, None))
-    axes.legend()
-    return cast("Figure", axes.figure)
 
 
 def gamma_of(sigma_rel: float) -> float:

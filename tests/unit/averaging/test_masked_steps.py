@@ -167,7 +167,6 @@ def test_a_refused_first_update_leaves_no_averages(policy: str) -> None:
 NAN, INF = math.nan, math.inf
 SCHEDULES = {
     "constant": 0.9,
-    "half-life": schedules.HalfLife(3.0),
     "inverse gamma": schedules.InverseGamma(),
     "count": schedules.CountWarmup(0.99),
     "equal": schedules.Equal(),

@@ -225,7 +225,7 @@ CHANGING = [
 ]
 CONSTANT = [
     {"decay": 0.5},
-    {"schedule": [schedules.HalfLife(10), schedules.PerUpdate(0.75)], "update_every": 3},
+    {"schedule": [schedules.Constant(0.93), schedules.PerUpdate(0.75)], "update_every": 3},
 ]
 STATES = {"timm": {"module.weight": torch.ones(2)}, "weights": {"weight": torch.ones(2)}}
 
