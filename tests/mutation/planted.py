@@ -190,11 +190,11 @@ _AVERAGING: Final = [
         _EMA + "/test_watch.py",
     ),
     Bug(
-        "snapshots: the step of the latest update",
+        "snapshots: those that a resume has given up",
         "averaging/posthoc.py",
-        "self.step - self.step % self._update_every\n",
-        "self.step\n",
-        _EMA + "/test_posthoc_training.py",
+        "snapshot.step > self.step > 0",
+        "snapshot.step < self.step < 0",
+        _EMA + "/test_posthoc_runs.py",
     ),
     Bug(
         "schedules: the equal average of every k-th model",

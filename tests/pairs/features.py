@@ -218,9 +218,10 @@ class PostHoc(Feature):
     width = 0.1
 
     def begin(self, world: World) -> Any:
-        return modkit.PostHocEMA(
-            world.model, world.folder / "snapshots", snapshot_every=2, **world.situation.options
-        )
+        # The width that is shown is the first average, which `applied()` swaps in.
+        widths = (self.width, 0.05)
+        options = {"snapshot_every": 2, **world.situation.options}
+        return modkit.PostHocEMA(world.model, world.folder / "snapshots", widths, **options)
 
     def after(self, world: World, subject: Any) -> None:
         subject.update()
@@ -229,7 +230,7 @@ class PostHoc(Feature):
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         # The width is one of the two that are tracked, so nothing is fitted.
         model = world.fresh()
-        subject.reconstruct(self.width).copy_to(model)
+        subject.reconstruct(self.width).copy_to(model, strict=not world.situation.options)
         yield model
 
     def expected(self, world: World) -> Values:

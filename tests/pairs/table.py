@@ -62,6 +62,7 @@ REFUSED = [
     ("renamed layer", "PostHocEMA", "PostHocEMA has to begin in another directory"),
     ("renamed layer", "AveragedModel", "the model is not the one that is averaged: 2 missing"),
     ("grown model", "PostHocEMA", "PostHocEMA has to begin in another directory"),
+    ("second run in the folder", "PostHocEMA", "has snapshots of another run, such as ema-"),
     ("grown model", "AveragedModel", "2 unexpected: tail.weight, tail.bias"),
     ("second average", "store, copy_to, restore", "store.. was called inside applied"),
     (

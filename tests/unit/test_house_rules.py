@@ -16,12 +16,12 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 4_076,
+    "averaging": 3_911,
     "files": 2_560,
     "compat": 1_950,
     "nn": 1_416,
     "top level": 1_665,
-    "cli": 1_200,
+    "cli": 1_197,
     "migrations": 1_057,
     "jit": 902,
     "_fast_inference": 729,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 593,
     "optim": 337,
 }
-SUM = 16_901
+SUM = 16_733
 
 
 def is_private(dotted):

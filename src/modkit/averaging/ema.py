@@ -507,14 +507,9 @@ class EMA(Generic[ModelT_co]):
             >>> ema.n_averaged
             1
         """
-        self._attach("EMA.attach()", optimizers, self.update)
-        return self
-
-    def _attach(
-        self, owner: str, optimizers: Sequence[torch.optim.Optimizer], update: Callable[[], None]
-    ) -> None:
         averaged = self._engine.averaged_parameters
-        self._steps.attach(owner, optimizers, averaged, self._refuse_step, update)
+        self._steps.attach("EMA.attach()", optimizers, averaged, self._refuse_step, self.update)
+        return self
 
     def _refuse_step(self) -> None:
         """Raise RuntimeError before an optimizer takes a step from the average."""

@@ -232,13 +232,13 @@ class Engine:
         if not self.begun:
             return {}
         average = self.averages[index]
-        return {**average.tensors, **self._copied(), **average.statistics}
+        return {**average.tensors, **self.copied(), **average.statistics}
 
     def copied_names(self) -> AbstractSet[str]:
         """Return the names of the copied buffers."""
         return self._copies.keys()
 
-    def _copied(self) -> dict[str, Tensor]:
+    def copied(self) -> dict[str, Tensor]:
         return {name: copy for name, copy in self._copies.items() if copy is not None}
 
     def names(self) -> dict[str, None]:
@@ -286,7 +286,7 @@ class Engine:
         averages = self.averages if self.begun else [Average(self.options) for _ in self.averages]
         return {
             "averages": [average.state_dict() for average in averages],
-            "buffers": self._copied() if self.begun else {},
+            "buffers": self.copied() if self.begun else {},
         }
 
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
@@ -457,7 +457,7 @@ class Engine:
         self.options = options
         self._forget_plans()
         if device is not None:
-            self._copies = {name: copy.to(device) for name, copy in self._copied().items()}
+            self._copies = {name: copy.to(device) for name, copy in self.copied().items()}
 
 
 def _address(tensor: Tensor) -> int:

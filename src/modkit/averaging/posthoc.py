@@ -15,15 +15,16 @@ from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import override
 
 from modkit._namespace import publish
-from modkit.averaging.ema import EMA
+from modkit._upstream import never_compiled
+from modkit.averaging.ema import EMA, ModelT_co
 from modkit.averaging.options import Device, Names, checked_count
 from modkit.averaging.precision import Precision, compact, is_averaged
 from modkit.averaging.schedules import Power, gamma_of
 from modkit.averaging.sharding import whole_tensor
-from modkit.averaging.state import OWN_POSTHOC, LoadedState, Part, stored_average
+from modkit.averaging.state import OWN, Part
 from modkit.averaging.tensors import NamedTensors, check_match, shapes_of, write
 from modkit.errors import FileError
 from modkit.files.checkpoints import save_checkpoint
@@ -42,11 +43,12 @@ __all__ = [
 
 PathLike: TypeAlias = str | os.PathLike[str]
 
-# Where a run began or was resumed: an id of what follows, and the step before its first update.
-Branches: TypeAlias = tuple[tuple[str, int], ...]
-
 # A double has each step up to this one.
 _LAST_STEP: Final = 2**53
+
+_MSG_STRICT: Final = (
+    "Snapshots of a part of a model, as of its adapters, go into it with copy_to(strict=False)."
+)
 
 
 @dataclass(frozen=True, order=True)
@@ -54,41 +56,28 @@ class Snapshot:
     """A file with one power average. Snapshots are ordered by step, then width.
 
     The file is a dict that ``torch.load(weights_only=True)`` reads: ``step``, ``sigma_rel``,
-    ``branches``, ``left_out``, ``averages`` and ``buffers``, the last two with tensors by name.
+    ``run``, ``averages`` and ``buffers``, the last two with tensors by name.
 
     Attributes:
         step: Number of training steps that the average spans, the initial copy included.
         sigma_rel: Relative width of the average, as in :class:`modkit.schedules.Power`.
         path: The file.
-        branches: Which run the average is of: for its beginning, and for each resume, an id and the
-            step. Empty for averages that something else than ``PostHocEMA`` has computed.
-        left_out: Names of parameters of the model that the file does not have.
+        run: Id of the run that the average is of. Empty for averages that something else than
+            ``PostHocEMA`` has computed.
     """
 
     step: int
     sigma_rel: float
     path: Path
-    branches: Branches = field(default=(), compare=False)
-    left_out: tuple[str, ...] = field(default=(), compare=False)
+    run: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         # A file of something else would make its folder one that cannot be read.
         gamma_of(self.sigma_rel)
         if not isinstance(cast("object", self.step), int) or not 0 < self.step <= _LAST_STEP:
             raise ValueError(f"step must be an int from 1 to {_LAST_STEP}, got {self.step}")
-        if not all(isinstance(cast("object", name), str) for name in self.left_out):
-            raise TypeError(f"left_out must be names, got {self.left_out}")
-
-    @property
-    def run(self) -> str:
-        """Id of the run since it was last resumed, empty if there is none."""
-        return self.branches[-1][0] if self.branches else ""
-
-    def precedes(self, branches: Branches) -> bool:
-        """Return True if a run with these branches went on from the models of this average."""
-        own = len(self.branches)
-        resumed = branches[own][1] if len(branches) > own else self.step
-        return self.branches == branches[:own] and self.step <= resumed
+        if not isinstance(cast("object", self.run), str):
+            raise TypeError(f"run must be an id, got {self.run}")
 
 
 def save_snapshot(
@@ -98,8 +87,7 @@ def save_snapshot(
     step: int,
     sigma_rel: float,
     buffers: Mapping[str, Tensor] | None = None,
-    left_out: Iterable[str] = (),
-    branches: Branches = (),
+    run: str = "",
 ) -> Snapshot:
     """Write a power average to a file in a directory, atomically.
 
@@ -112,8 +100,7 @@ def save_snapshot(
         step: Number of training steps that the average spans, the initial copy included.
         sigma_rel: Relative width of the average.
         buffers: Tensors that are not averaged, by name. Default: none.
-        left_out: Names of parameters of the model that are not in the snapshot. Default: none.
-        branches: Which run the average is of, as in :class:`Snapshot`. Default: none.
+        run: Id of the run that the average is of. Default: none.
 
     Returns:
         The snapshot, with the path of the file.
@@ -130,17 +117,16 @@ def save_snapshot(
         'ema-0000000100-0.05.pt'
     """
     # The id is part of the name, so that runs in one folder do not replace each other's files.
-    name = "-".join(["ema", f"{step:010d}", f"{sigma_rel:.6g}", *(b[0] for b in branches[-1:])])
-    path = Path(directory) / f"{name}.pt"
+    name = f"ema-{step:010d}-{sigma_rel:.6g}"
+    path = Path(directory) / (f"{name}-{run}.pt" if run else f"{name}.pt")
     # Plain numbers, whatever was given: the file is read with ``weights_only=True``.
-    snapshot = Snapshot(int(step), float(sigma_rel), path, branches, tuple(left_out))
+    snapshot = Snapshot(int(step), float(sigma_rel), path, run)
     path.parent.mkdir(parents=True, exist_ok=True)
 
     content = {
         "step": snapshot.step,
         "sigma_rel": snapshot.sigma_rel,
-        "branches": [list(branch) for branch in branches],
-        "left_out": [*snapshot.left_out],
+        "run": run,
         "averages": _gathered(averages),
         "buffers": _gathered(buffers or {}),
     }
@@ -148,9 +134,9 @@ def save_snapshot(
     return snapshot
 
 
-def _fingerprint(averages: Mapping[str, Tensor], step: int, before: Branches) -> str:
+def _fingerprint(averages: Mapping[str, Tensor], step: int) -> str:
     """Return an id of a run by its first snapshot, the same on all ranks without communication."""
-    digest = hashlib.blake2b(repr((step, before)).encode(), digest_size=4)
+    digest = hashlib.blake2b(str(step).encode(), digest_size=4)
     for name, tensor in averages.items():
         sample = tensor.detach().flatten()[:64].to(torch.complex128)
         digest.update(repr((name, sample.tolist())).encode())
@@ -190,53 +176,15 @@ def _read_header(path: Path) -> Snapshot:
     """Return what a file says of its average; it comes from outside, and may hold anything."""
     content = content_of_file(path)
     header = content if isinstance(content, Mapping) else {}
-    keys = ["step", "sigma_rel", "branches", "left_out", "averages", "buffers"]
+    keys = ["step", "sigma_rel", "run", "averages", "buffers"]
     missing = [key for key in keys if key not in header]
     if missing:
         raise FileError(f"{path} is not a snapshot of an average: it has no {missing[0]!r}")
 
     try:
-        branches = _branches_of(header["branches"])
-        left_out = tuple(header["left_out"])
-        return Snapshot(header["step"], header["sigma_rel"], path, branches, left_out)
+        return Snapshot(header["step"], header["sigma_rel"], path, header["run"])
     except (TypeError, ValueError, OverflowError) as error:
         raise FileError(f"{path} is corrupt: {error}") from error
-
-
-def _branches_of(value: Any) -> Branches:
-    """Return the branches in a file or state, or raise an error that says what is wrong."""
-    branches = tuple((run, since) for run, since in value)
-    if not all(type(run) is str and type(since) is int for run, since in branches):
-        raise TypeError("its branches must be pairs of an id and a step")
-    return branches
-
-
-def _of_one_run(available: Sequence[Snapshot], run: str | None) -> list[Snapshot]:
-    """Return the snapshots that lead to the end of one run.
-
-    Raises:
-        ValueError: If they are of several runs, or of branches of one, and ``run`` names none.
-    """  # noqa: DOC501 - raised below
-    parts: dict[Branches, list[Snapshot]] = {}
-    for snapshot in available:
-        parts.setdefault(snapshot.branches, []).append(snapshot)
-
-    def went_on(branches: Branches) -> bool:
-        # A part that was given up has snapshots of later steps than the resume.
-        others = [other for other in parts if other != branches]
-        return any(all(one.precedes(other) for one in parts[branches]) for other in others)
-
-    if run is None:
-        ends = [branches for branches in parts if not went_on(branches)]
-    else:
-        ends = [branches for branches, part in parts.items() if part[0].run == run]
-    if len(ends) != 1:
-        steps = ", ".join(
-            f"{part[0].run!r} (steps {part[0].step} to {part[-1].step})" for part in parts.values()
-        )
-        problem = "the snapshots are of several runs" if run is None else f"there is no run {run!r}"
-        raise ValueError(f"{problem}: {steps}. Choose one, as in run={available[-1].run!r}")
-    return [snapshot for snapshot in available if snapshot.precedes(ends[0])]
 
 
 @dataclass(frozen=True)
@@ -350,7 +298,6 @@ class Reconstruction:
         step: Step of the average.
         fit: The coefficients and the error of the combination.
         snapshots: The snapshots, in the order of ``fit.coefficients``.
-        left_out: Names of parameters of the model that the snapshots do not have.
     """
 
     averages: dict[str, Tensor]
@@ -359,7 +306,6 @@ class Reconstruction:
     step: int
     fit: Fit
     snapshots: tuple[Snapshot, ...]
-    left_out: set[str] = field(default_factory=set[str])
 
     def __repr__(self) -> str:
         return (
@@ -368,24 +314,24 @@ class Reconstruction:
         )
 
     @torch.no_grad()
-    def copy_to(self, model: torch.nn.Module) -> None:
+    def copy_to(self, model: torch.nn.Module, *, strict: bool = True) -> None:
         """Write the average and the buffers into a model.
 
         Args:
             model: Model with the same parameters and persistent buffers, of any dtype and device.
-                Parameters that ``PostHocEMA`` was told to leave out keep their values.
+            strict: If False, the model may have others, which keep their values: those that
+                ``include``, ``exclude`` or ``trainable_only`` left out of the snapshots.
 
         Raises:
             NameMismatchError: If names or shapes differ. The model is unchanged.
         """
         values = {**self.averages, **self.buffers}
-        members = NamedTensors(model).all().items()
         tensors = {
             name: member.current()
-            for name, member in members
-            if member.persistent and name not in self.left_out
+            for name, member in NamedTensors(model).all().items()
+            if member.persistent and (strict or name in values)
         }
-        check_match("the snapshots", shapes_of(values), shapes_of(tensors))
+        check_match("the snapshots", shapes_of(values), shapes_of(tensors), end=_MSG_STRICT)
         for name, tensor in tensors.items():
             write(tensor, values[name])
 
@@ -396,7 +342,6 @@ def reconstruct(
     step: int | None = None,
     *,
     max_error: float = 0.1,
-    run: str | None = None,
 ) -> Reconstruction:
     """Combine snapshots into the power average of another width, or at another step.
 
@@ -404,13 +349,10 @@ def reconstruct(
     tensor of a file.
 
     Args:
-        snapshots: A directory, or files or snapshots. Those of one run are used, also where that
-            was resumed.
+        snapshots: A directory, or files or snapshots, of one run.
         sigma_rel: Requested width, below 0.2886, and not below the narrowest of the snapshots.
         step: Step of the requested average, within those of the snapshots. Default: the last.
         max_error: Largest accepted ``Fit.error``. The error is large between the snapshots' steps.
-        run: Id of the run, or of the part since its last resume, where there are several;
-            ``Snapshot.run`` has it. Default: the only one.
 
     Returns:
         The average, with the error of its fit.
@@ -443,7 +385,12 @@ def reconstruct(
         )
     if not available:
         raise FileNotFoundError(f"no snapshots of averages in {snapshots}")
-    available = _of_one_run(available, run)
+    runs = sorted({snapshot.run for snapshot in available})
+    if len(runs) > 1:
+        raise ValueError(
+            f"the snapshots are of {len(runs)} runs, which the names of the files end with: "
+            f"{', '.join(map(repr, runs))}. Pass the files of one run"
+        )
 
     # They are ordered by step.
     first = available[0].step
@@ -494,9 +441,6 @@ def _add(result: Reconstruction, snapshot: Snapshot, coefficient: float) -> None
             raise FileError(f"{path} is corrupt: its average {name!r} is of {tensor.dtype}")
         # Coefficients of both signs cancel, which 16 bits do not survive.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-        if name in sums and wide.is_complex() != sums[name].is_complex():
-            kinds = f"{wide.dtype}, and {sums[name].dtype} in the snapshots before it"
-            raise FileError(f"{path} does not fit: its average {name!r} is {kinds}")
         if name in sums:
             sums[name].add_(wide, alpha=coefficient)
         else:
@@ -505,27 +449,26 @@ def _add(result: Reconstruction, snapshot: Snapshot, coefficient: float) -> None
     buffers = StateDictFile(path, "buffers")
     for name in buffers.shapes:
         result.buffers[name] = buffers.tensor(name).clone()
-    result.left_out.update(snapshot.left_out)
 
 
-class PostHocEMA:
+class PostHocEMA(EMA[ModelT_co]):
     """Power averages of a model in training, with snapshots from which other widths are made later.
 
     Training keeps a narrow and a wide power average, and saves a snapshot of each at intervals.
     Then the average of nearly any width, at nearly any step, is a linear combination of snapshots
-    (Karras et al. 2024, section 3, https://arxiv.org/abs/2312.02696). Call :meth:`update` after
-    each step of the optimizer. Averages are in float32 or wider. To combine snapshots without a
-    model in training, use :func:`modkit.posthoc.reconstruct`. Runs may share a folder: snapshots
-    have the id of their run, and those that a resumed run has given up are set aside.
+    (Karras et al. 2024, section 3, https://arxiv.org/abs/2312.02696). It is an :class:`~modkit.EMA`
+    whose schedules are :class:`~modkit.schedules.Power`: call :meth:`update` after each step of the
+    optimizer, or :meth:`attach` it. The width does not depend on how often it is called. To combine
+    snapshots without a model in training, use :func:`modkit.posthoc.reconstruct`. A folder is for
+    one run, which continues in it when it is resumed.
 
     Args:
         model: Model in training. It is neither copied nor modified.
         directory: Folder of the snapshots, created if missing.
         sigma_rels: Relative widths, above 0 and below 0.2886; no narrower average can be
             reconstructed.
-        snapshot_every: Number of steps between snapshots, a multiple of ``update_every``; ten or
-            more in a run make the error small. None saves in calls of :meth:`snapshot` only.
-        update_every: Number of steps between updates; the width does not depend on it.
+        snapshot_every: Number of updates between snapshots; ten or more in a run make the error
+            small. None saves in calls of :meth:`snapshot` only.
         precision: Dtype of the averages, as in :class:`~modkit.EMA`.
         device: Device of the averages. Default: that of each parameter.
         include: Globs of names, or a predicate: parameters to average. The others are not in the
@@ -535,15 +478,13 @@ class PostHocEMA:
             for LoRA.
 
     Raises:
-        TypeError: If ``update_every`` is not an int, a width is not a number, or an option of
+        TypeError: If ``snapshot_every`` is not an int, a width is not a number, or an option of
             :class:`~modkit.EMA` is invalid.
-        ValueError: If there is no width, a width is out of range, ``update_every`` is below 1,
-            ``snapshot_every`` is not a multiple of it, or an option of :class:`~modkit.EMA` is
-            invalid.
+        ValueError: If there is no width, a width is out of range, ``snapshot_every`` is below 1, or
+            an option of :class:`~modkit.EMA` is invalid.
 
     Attributes:
         directory: Folder of the snapshots.
-        step: Number of steps so far.
         snapshot_every: The option; a new value counts from the next update on.
 
     Example:
@@ -558,168 +499,118 @@ class PostHocEMA:
     """
 
     directory: Path
-    step: int
     snapshot_every: int | None
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: ModelT_co,
         directory: PathLike,
         sigma_rels: Sequence[float] = (0.05, 0.1),
         *,
         snapshot_every: int | None = None,
-        update_every: int = 1,
         precision: Precision = "fp32",
         device: Device = None,
         include: Names = None,
         exclude: Names = None,
         trainable_only: bool = False,
     ) -> None:
-        if not sigma_rels:
-            raise ValueError("PostHocEMA: sigma_rels must name one width or more")
-        self._update_every = checked_count("update_every", update_every, 1, "PostHocEMA")
-        self.directory = Path(directory)
-        self._sigma_rels = [float(sigma_rel) for sigma_rel in sigma_rels]
-        if snapshot_every is not None and (snapshot_every < 1 or snapshot_every % update_every):
-            raise ValueError(
-                "PostHocEMA: snapshot_every must be a multiple of "
-                f"update_every={update_every}, got {snapshot_every}"
-            )
-        self.snapshot_every = snapshot_every
-
-        # It is updated at every step that update_every divides. As Power only depends on the ratio
-        # of steps, counting updates gives the decays of all steps since the last update.
-        self._ema = EMA(
+        super().__init__(
             model,
-            schedule=[*map(Power, self._sigma_rels)],
-            buffers="ignore",
+            schedule=[Power(float(sigma_rel)) for sigma_rel in sigma_rels],
             precision=precision,
             device=device,
             include=include,
             exclude=exclude,
             trainable_only=trainable_only,
         )
-        self.step = 0
-        self._branches: Branches = ()
-        # The step from which the next snapshot goes on as a new branch; None while one goes on.
-        self._resumed_at: int | None = 0
-        self._found = {*self.directory.glob("ema-*.pt")}
+        if snapshot_every is not None:
+            checked_count("snapshot_every", snapshot_every, 1, "PostHocEMA")
+        self.directory = Path(directory)
+        self.snapshot_every = snapshot_every
+        # The id of the run, from the first snapshot on.
+        self._run = ""
+        self._found = self._files()
 
-    def __repr__(self) -> str:
-        options = f"sigma_rels={self._sigma_rels}, step={self.step}"
-        return f"{type(self).__name__}({type(self._ema.model).__name__}, {options})"
+    def _files(self) -> set[Path]:
+        """Return the snapshots that are compared with this run at its next update.
 
-    def _averages(self) -> list[dict[str, Tensor]]:
-        """Return the tensors of each average by name; an empty list before the first update."""
-        averages = self._ema._engine.averages if self._ema.n_averaged else []
-        return [dict(average.tensors) for average in averages]
+        What is written after that is of this run: ranks write the same files.
+        """
+        return {*self.directory.glob("ema-*.pt")}
 
-    def update(self) -> None:
-        """Count a step of training, update the averages, and save snapshots if they are due.
+    @never_compiled
+    @override
+    def update(self, model: torch.nn.Module | None = None) -> None:
+        """Update the averages as ``EMA.update()`` does, and save snapshots if they are due.
 
-        Call it after each step of the optimizer.
+        Args:
+            model: A model with the same names and shapes. Default: the tracked model.
 
         Raises:
+            FileExistsError: In the first update, if the folder has snapshots of another run.
             NameMismatchError: If names or shapes of the model have changed. The step is not
                 counted.
             RuntimeError: If an average is swapped into the model, or a parameter has no values yet.
             OSError: If a snapshot cannot be written. The step is counted.
         """
-        if (self.step + 1) % self._update_every == 0:
-            self._ema.update()
-        if self._branches and self.step == self._resumed_at:
-            self._set_aside()
-        self.step += 1
+        self._check_folder()
+        super().update(model)
         if self.snapshot_every is not None and self.step % self.snapshot_every == 0:
             self.snapshot()
 
-    def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
-        """Call :meth:`update` after each step of the optimizers, until :meth:`detach`.
-
-        Which steps count, and which optimizers are refused, is as in :meth:`EMA.attach()
-        <modkit.EMA.attach>`.
-
-        Args:
-            *optimizers: All optimizers of the model.
-
-        Returns:
-            The object itself.
-
-        Raises:
-            TypeError: If the steps of an optimizer cannot be tracked.
-            ValueError: If there is no optimizer, one is attached already or given twice, or one
-                does not train an averaged parameter.
-        """
-        self._ema._attach("PostHocEMA.attach()", optimizers, self.update)
-        return self
-
-    def detach(self) -> None:
-        """Stop updating after the steps of attached optimizers."""
-        self._ema.detach()
+    def _check_folder(self) -> None:
+        """Move snapshots that a resume has given up to a folder beside; refuse those of others."""
+        for path in self._found:
+            # Other ranks move the same files.
+            with suppress(FileNotFoundError):
+                snapshot = _read_header(path)
+                # A run that is resumed from before its first snapshot does not know its id.
+                is_later = snapshot.step > self.step > 0
+                if is_later and self._run in ("", snapshot.run):
+                    target = self.directory / "abandoned" / path.name
+                    target.parent.mkdir(exist_ok=True)
+                    path.replace(target)
+                elif not self._run or self._run != snapshot.run:
+                    raise FileExistsError(
+                        f"PostHocEMA: {self.directory} has snapshots of another run, such as "
+                        f"{path.name}. Pass another directory, or load the state of that run first"
+                    )
+        self._found = set()
 
     def snapshot(self) -> list[Snapshot]:
-        """Save each average to a file of its own.
+        """Save each average to a file of its own, with the buffers of the latest update.
 
         Returns:
-            The snapshots, in the order of ``sigma_rels``. Their step is that of the latest update.
+            The snapshots, in the order of ``sigma_rels``.
 
         Raises:
             RuntimeError: Before the first update.
+            FileExistsError: If the folder has snapshots of another run.
             OSError: If a file cannot be written.
         """
-        averages = self._averages()
-        if not averages:
+        if not self.n_averaged:
             raise RuntimeError("PostHocEMA: there is no average to save before the first update")
+        self._check_folder()
 
-        buffers: dict[str, Tensor] = {}
-        left_out: list[str] = []
-        # Another average may be swapped in, which has buffers of its own.
-        raws = self._ema.training_weights()
-        for name, member in NamedTensors(self._ema.model).all().items():
-            if member.persistent and name not in averages[0]:
-                if member.is_parameter and not self._ema._engine.options.chooses(member):
-                    left_out.append(name)
-                else:
-                    buffers[name] = raws.get(name, member.current())
-        # Between updates the averages are those of the latest one.
-        step = self.step - self.step % self._update_every
-        if self._resumed_at is not None:
-            run = _fingerprint(_gathered(averages[0]), step, self._branches)
-            self._branches = (*self._branches, (run, self._resumed_at))
-            self._resumed_at = None
-            self._set_aside()
+        averages = [average.tensors for average in self._engine.averages]
+        self._run = self._run or _fingerprint(_gathered(averages[0]), self.step)
+        widths = [cast("Power", schedule).sigma_rel for schedule in self.schedules]
         return [
             save_snapshot(
                 self.directory,
                 average,
-                step=step,
+                step=self.step,
                 sigma_rel=width,
-                buffers=buffers,
-                left_out=left_out,
-                branches=self._branches,
+                buffers=self._engine.copied(),
+                run=self._run,
             )
-            for average, width in zip(averages, self._sigma_rels, strict=True)
+            for average, width in zip(averages, widths, strict=True)
         ]
-
-    def _set_aside(self) -> None:
-        """Move later snapshots of this run, which a resume has given up, to a folder beside."""
-        # Other ranks move the same files. What they have written since is not given up.
-        for path in self._found:
-            with suppress(FileNotFoundError):
-                snapshot = _read_header(path)
-                is_ours = snapshot.branches[: len(self._branches)] == self._branches
-                if is_ours and snapshot.step > self.step:
-                    target = self.directory / "abandoned" / path.name
-                    target.parent.mkdir(exist_ok=True)
-                    path.replace(target)
 
     def reconstruct(
         self, sigma_rel: float, step: int | None = None, *, max_error: float = 0.1
     ) -> Reconstruction:
         """Combine the snapshots in :attr:`directory` into the average of another width.
-
-        Only snapshots of this run are used: not those of other runs in the folder, nor those of a
-        part that was given up when the run was resumed from an earlier checkpoint.
 
         Args:
             sigma_rel: Requested width, below 0.2886, and not below the narrowest of ``sigma_rels``.
@@ -738,72 +629,45 @@ class PostHocEMA:
                 of theirs, or the error is above ``max_error``.
         """
         snapshots = find_snapshots(self.directory)
-        reached = [s for s in snapshots if s.step <= self.step and s.precedes(self._branches)]
+        reached = [s for s in snapshots if s.step <= self.step and s.run == self._run]
         if not reached:
             raise FileNotFoundError(f"no snapshots up to step {self.step} in {self.directory}")
         return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
+    @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume from.
+        """Return the state of ``EMA.state_dict()``, with the id of the run as ``"run"``."""
+        return {**super().state_dict(), "run": self._run}
 
-        Returns:
-            A dict of numbers, lists and tensors, which ``torch.load(weights_only=True)`` reads:
-            ``step``, ``update_every``, ``sigma_rels``, ``branches`` as in
-            :class:`modkit.posthoc.Snapshot`, and in ``averages`` a dict of tensors for each width,
-            empty before the first update. Tensors are not copied.
-        """
-        return {
-            "step": self.step,
-            "update_every": self._update_every,
-            "sigma_rels": [*self._sigma_rels],
-            "branches": [list(branch) for branch in self._branches],
-            "averages": self._averages(),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, step: int | None = None) -> None:
         """Resume from a state of :meth:`state_dict`, with bitwise identical results.
 
-        The next update moves snapshots of this run that are of later steps to the folder
-        ``abandoned`` in :attr:`directory`: they contain models that this run will not have had.
+        The next update moves snapshots of later steps to the folder ``abandoned`` in
+        :attr:`directory`: they contain models that this run will not have had.
 
         Args:
-            state_dict: The state of averages with equal options, of the same model. It is validated
+            state_dict: The state of averages with equal widths, of the same model. It is validated
                 completely before anything changes. Tensors are copied.
+            step: Not accepted: the state has its counter.
 
         Raises:
-            ValueError: If the state is invalid, or is of averages with other options.
+            ValueError: If the state is invalid, or is of averages with other widths.
             NameMismatchError: If names or shapes do not fit the model. It is a ``ValueError``.
             RuntimeError: If an average is swapped into the model.
         """
-        self._ema._check_restored("PostHocEMA.load_state_dict()", self._ema.model)
-        state = Part(OWN_POSTHOC, state_dict, owner="PostHocEMA")
-        step = state["step"].count(0, _LAST_STEP)
-        options = {"update_every": self._update_every, "sigma_rels": self._sigma_rels}
-        for name, option in options.items():
-            # As text, since 1.0 and True equal 1, and a tensor in the state may have no truth
-            # value.
-            if repr(state[name].value) != repr(option):
-                state[name].refuse(f"{option!r}, as in this object")
+        state = Part(OWN, state_dict)
+        run = state["run"]
+        if not isinstance(run.value, str):
+            run.refuse("the id of a run")
+        schedules = [schedule.to_config() for schedule in self.schedules]
+        # As text, since a tensor in the state may have no truth value.
+        if repr(state["schedules"].value) != repr(schedules):
+            state["schedules"].refuse(f"{schedules}, as in this object")
 
-        branches = state["branches"].made(_branches_of)
-        updates = step // self._update_every
-        averages = [average.tensors() for average in state["averages"].each()]
-        count = len(self._sigma_rels) if updates else 0
-        if len(averages) != count:
-            state["averages"].refuse(f"a list of {count} at step {step}")
-
-        loaded = LoadedState(
-            step=updates,
-            start=1 if updates else None,
-            n_averaged=updates,
-            schedules=self._ema.schedules,
-            averages=list(map(stored_average, averages)),
-        )
-        self._ema._load(loaded)
-        self.step = step
-        self._branches = branches
-        self._resumed_at = step
-        self._found = {*self.directory.glob("ema-*.pt")}
+        super().load_state_dict(state_dict, step=step)
+        self._run = run.value
+        self._found = self._files()
 
 
 publish("modkit", PostHocEMA)

@@ -28,7 +28,6 @@ from modkit.errors import shown
 
 # The sources of states that this library saved, as errors name them.
 OWN: Final = "modkit.EMA"
-OWN_POSTHOC: Final = "modkit.PostHocEMA"
 
 _LONGEST_REPR: Final = 80
 # The exceptions that torch and Python raise where something cannot be made of a value.
@@ -48,19 +47,19 @@ _MSG_OTHER_SHARDS: Final = (
 ResultT = TypeVar("ResultT")
 
 
-def invalid_state(text: str, owner: str = "EMA") -> ValueError:
-    """Return the error for a state that ``owner`` cannot load, printable in a terminal."""
-    return ValueError(shown(f"{owner}: {text}. Nothing has been changed."))
+def invalid_state(text: str) -> ValueError:
+    """Return the error for a state that cannot be loaded, printable in a terminal."""
+    return ValueError(shown(f"EMA: {text}. Nothing has been changed."))
 
 
 @contextmanager
-def constructing(path: str, owner: str = "EMA", end: str = "") -> Generator[None]:
+def constructing(path: str, end: str = "") -> Generator[None]:
     """Raise a ValueError with the path of a part of a state, if nothing can be made of it."""
     try:
         yield
     except _FAILURES as error:
         reason = str(error).partition("\n")[0] + end
-        raise invalid_state(f"{path} of the state cannot be loaded: {reason}", owner) from error
+        raise invalid_state(f"{path} of the state cannot be loaded: {reason}") from error
 
 
 def described(value: object) -> str:
@@ -81,22 +80,20 @@ class Part:
         source: The library that the state is from, as errors name it.
         value: The part, which may be anything.
         path: Its path in the state, such as ``averages[0]['tensors']``; empty for the whole state.
-        owner: The class that loads the state, with which errors begin.
     """
 
     source: str
     value: Any
     path: str = ""
-    owner: str = "EMA"
 
     def refuse(self, requirement: str) -> NoReturn:
         """Raise the ValueError that says what the part must be."""
         text = f"{self.path or 'the state'} must be {requirement}, got {described(self.value)}"
-        raise invalid_state(f"the state of {self.source} is invalid: {text}", self.owner)
+        raise invalid_state(f"the state of {self.source} is invalid: {text}")
 
     def made(self, make: Callable[[Any], ResultT]) -> ResultT:
         """Return what a function makes of the part; what it raises is a ValueError."""
-        with constructing(self.path or "the whole", self.owner):
+        with constructing(self.path or "the whole"):
             value = self.plain()
             # A few bytes in a file may expand a tensor to any size.
             if isinstance(value, Tensor):
@@ -113,7 +110,7 @@ class Part:
     def __getitem__(self, key: Any) -> "Part":
         part = self.get(key)
         if key not in self.value:
-            raise invalid_state(f"the state of {self.source} has no {part.path}", self.owner)
+            raise invalid_state(f"the state of {self.source} has no {part.path}")
         return part
 
     def each(self) -> "list[Part]":
@@ -127,8 +124,7 @@ class Part:
         """Return the part; other libraries may save a number as a tensor with one element."""
         value = self.value
         is_number = isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-        is_own = self.source in (OWN, OWN_POSTHOC)
-        return value.item() if is_number and not is_own else value
+        return value.item() if is_number and self.source != OWN else value
 
     def count(self, least: int = 0, most: float = math.inf) -> int:
         """Return the part, which must be an int within these limits."""

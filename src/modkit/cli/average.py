@@ -55,7 +55,6 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
     help="Relative width; CKPT are snapshots of PostHocEMA or their directory.",
 )
 @click.option("--step", type=int, help="Step for --ema-sigma; default: the latest.")
-@click.option("--run", help="Id of the run for --ema-sigma, where a directory has several.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
 @click.option("--dry-run", is_flag=True, help="Only compare names and shapes.")
 @ui.json_option
@@ -68,7 +67,6 @@ def average(
     dtype: str | None,
     ema_sigma: float | None,
     step: int | None,
-    run: str | None,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -83,8 +81,8 @@ def average(
       modkit average run/1.pt run/2.pt --weights 1,2 -o soup.safetensors
       modkit average snapshots/ --ema-sigma 0.1 -o ema.pt
     """  # noqa: D301
-    if ema_sigma is None and (step is not None or run is not None):
-        raise click.UsageError("--step and --run need --ema-sigma")
+    if ema_sigma is None and step is not None:
+        raise click.UsageError("--step needs --ema-sigma")
     if weights is not None and len(weights) != len(checkpoints):
         raise click.UsageError(
             f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
@@ -117,7 +115,7 @@ def average(
                 checkpoints, weights, key=key, prefix=prefix, dtype=torch_dtype, progress=bar
             )
     else:
-        averages, fit = _reconstructed(checkpoints, ema_sigma, torch_dtype, step=step, run=run)
+        averages, fit = _reconstructed(checkpoints, ema_sigma, torch_dtype, step=step)
         facts |= fit
 
     facts["tensors"] = _save(averages, prefix, output)
@@ -167,16 +165,15 @@ def _reconstructed(
     dtype: "torch.dtype | None",
     *,
     step: int | None,
-    run: str | None,
 ) -> "tuple[dict[str, Tensor], dict[str, Any]]":
-    """Return the average of a width, at a step of a run, from snapshots, and facts of the fit."""
+    """Return the average of a width, at a step, from snapshots, and facts of the fit."""
     from modkit.averaging import posthoc
     from modkit.averaging.checkpoints import cast
 
     is_folder = len(checkpoints) == 1 and checkpoints[0].is_dir()
     snapshots = checkpoints[0] if is_folder else checkpoints
     with ui.progress("reconstructing"):
-        result = posthoc.reconstruct(snapshots, sigma_rel, step, run=run)
+        result = posthoc.reconstruct(snapshots, sigma_rel, step)
 
     averages = {
         name: cast(name, average, str(average.dtype)[6:], dtype)

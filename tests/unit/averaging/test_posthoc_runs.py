@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import modkit
 from modkit import posthoc
-from modkit.averaging.posthoc import PostHocEMA, find_snapshots
-from modkit.errors import FileError
+from modkit.averaging.posthoc import PostHocEMA
+from modkit.errors import NameMismatchError
 from modkit.schedules import Power, profile
 from tests.cases import for_each
 from tests.unit.averaging.recipes import gradients, network, sgd
@@ -99,18 +98,14 @@ def resumed_twice(folder: Path) -> Run:
     return first.resumed(saved, folder, seed=2).train(450)
 
 
-def without_a_snapshot(folder: Path) -> Run:
-    """Resume, and end before another snapshot is due."""
-    return resumed_at(folder, 850, 20)
+def before_its_first_snapshot(folder: Path) -> Run:
+    """Resume from a checkpoint that does not know the id of the run yet."""
+    return resumed_at(folder, 50, 750)
 
 
-def repeated(folder: Path) -> Run:
-    """Start anew with the same numbers, and end sooner."""
-    Run(folder).train(1000)
-    return Run(folder).train(800)
-
-
-@for_each("way", [clean, ends_sooner, with_another_interval, resumed_twice, repeated])
+@for_each(
+    "way", [clean, ends_sooner, with_another_interval, resumed_twice, before_its_first_snapshot]
+)
 def test_a_folder_of_one_run(way: Any, tmp_path: Path) -> None:
     """Steps that a resume has given up have no part in any average, wherever that is asked for."""
     run = way(tmp_path)
@@ -122,61 +117,40 @@ def test_a_folder_of_one_run(way: Any, tmp_path: Path) -> None:
 
 def test_a_run_that_ends_before_its_next_snapshot(tmp_path: Path) -> None:
     """The latest average is that of the last snapshot before the resume."""
-    run = without_a_snapshot(tmp_path)
+    run = resumed_at(tmp_path, 850, 20)
 
     assert posthoc.reconstruct(tmp_path, WIDTH).step == 800
     assert min(path.name[:14] for path in (tmp_path / "abandoned").iterdir()) == "ema-0000000900"
     assert run.error(posthoc.reconstruct(tmp_path, WIDTH)) < 0.03
 
 
-@for_each(("every", "steps"), [(100, 600), (200, 800), (100, 1000)])
-def test_a_second_run_in_the_folder(every: int, steps: int, tmp_path: Path) -> None:
-    """Each run keeps its files, and an average of both is refused until one is chosen."""
-    runs = [Run(tmp_path).train(800), Run(tmp_path, seed=1, every=every).train(steps)]
-    ids = [snapshot.run for snapshot in find_snapshots(tmp_path)]
-    with pytest.raises(
-        ValueError, match=r"of several runs: '\w+' \(steps .*Choose one, as in run="
-    ):
-        posthoc.reconstruct(tmp_path, WIDTH)
-    with pytest.raises(ValueError, match="there is no run 'x'"):
-        posthoc.reconstruct(tmp_path, WIDTH, run="x")
+@for_each("seed", [0, 1])
+def test_a_second_run_in_the_folder(seed: int, tmp_path: Path) -> None:
+    """It is refused at its first update, new or resumed, also with the same weights."""
+    first = Run(tmp_path / "first").train(800)
+    before = sorted(path.name for path in (tmp_path / "first").iterdir())
+    second = Run(tmp_path / "second", seed=2).train(900)
+    new = Run(tmp_path / "first", seed)
+    resumed = first.resumed(second, tmp_path / "first", seed)
+    for run in (new, resumed):
+        with pytest.raises(FileExistsError, match=r"has snapshots of another run, such as ema-"):
+            run.train(1)
 
-    assert len(set(ids)) == 2
+    assert (new.averages.step, resumed.averages.step) == (0, 900)
+    assert sorted(path.name for path in (tmp_path / "first").iterdir()) == before
+
+
+def test_runs_that_were_brought_together(tmp_path: Path) -> None:
+    """Files of two runs are refused; those of one are chosen by their names."""
+    runs = [Run(tmp_path / str(seed), seed=seed).train(800) for seed in range(2)]
+    shutil.copytree(tmp_path / "1", tmp_path / "0", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"of 2 runs, which the names of the files end with: '\w+"):
+        posthoc.reconstruct(tmp_path / "0", WIDTH)
+
     for run in runs:
-        mine = run.averages.state_dict()["branches"][-1][0]
-        chosen = posthoc.reconstruct(tmp_path, WIDTH, run=mine, max_error=1.0)
-        assert chosen.step == len(run.path)
-        assert run.error(chosen) < (0.03 if run is runs[0] or every == 100 else 0.06)
-        assert run.averages.reconstruct(WIDTH, max_error=1.0).step == len(run.path)
-
-
-def test_branches_that_were_brought_together(tmp_path: Path) -> None:
-    """Files of what a resume elsewhere has given up are refused; either part can be chosen."""
-    there = tmp_path / "there"
-    first = Run(tmp_path / "here")
-    saved = saved_at(first, 550)
-    shutil.copytree(tmp_path / "here", there)
-    first.train(450)
-    second = first.resumed(saved, there, seed=1).train(350)
-    shutil.copytree(there, tmp_path / "here", dirs_exist_ok=True)
-    with pytest.raises(ValueError, match="of several runs"):
-        posthoc.reconstruct(tmp_path / "here", WIDTH)
-
-    for run in (first, second):
-        mine = run.averages.state_dict()["branches"][-1][0]
-        assert run.error(posthoc.reconstruct(tmp_path / "here", WIDTH, run=mine)) < 0.03
-
-
-@pytest.mark.parametrize("branches", [3, None, [["a"]], [["a", 1.0]], [[1, 2]]])
-def test_invalid_branches(branches: Any, tmp_path: Path) -> None:
-    """A file with them is refused by its path, and a state by the entry."""
-    run = Run(tmp_path).train(100)
-    path = find_snapshots(tmp_path)[0].path
-    torch.save({**torch.load(path, weights_only=True), "branches": branches}, path)
-    with pytest.raises(FileError, match=r"ema-0000000100.* is corrupt: "):
-        find_snapshots(tmp_path)
-    with pytest.raises(ValueError, match="PostHocEMA: branches of the state cannot be loaded"):
-        run.averages.load_state_dict({**run.averages.state_dict(), "branches": branches})
+        files = (tmp_path / "0").glob(f"*-{run.averages.state_dict()['run']}.pt")
+        assert run.error(posthoc.reconstruct(files, WIDTH)) < 0.03
+    assert runs[0].error(runs[0].averages.reconstruct(WIDTH)) < 0.03
 
 
 def test_adapters_alone(tmp_path: Path) -> None:
@@ -193,7 +167,9 @@ def test_adapters_alone(tmp_path: Path) -> None:
     result = averages.reconstruct(0.1)
     other = copy.deepcopy(net)
     nn.init.zeros_(other[3].weight)
-    result.copy_to(other)
+    with pytest.raises(NameMismatchError, match=r"2 unexpected: 0\.weight.*strict=False"):
+        result.copy_to(other)
+    result.copy_to(other, strict=False)
 
     assert averages.step == 8
     assert {name.partition(".")[0] for name in (*result.averages, *result.buffers)} == {"1", "3"}
@@ -201,14 +177,6 @@ def test_adapters_alone(tmp_path: Path) -> None:
     assert torch.equal(other[0].weight, net[0].weight)
     assert torch.equal(other[3].weight, result.averages["3.weight"].float())
     assert repr(result).startswith("Reconstruction(sigma_rel=0.1, step=8, ")
-
-
-def test_the_options_of_ema_are_refused_as_there(tmp_path: Path) -> None:
-    """Globs that match no name, and unknown precisions."""
-    with pytest.raises(ValueError, match="matches exclude='head"):
-        modkit.PostHocEMA(network(), tmp_path, exclude="head.*")
-    with pytest.raises(ValueError, match="precision"):
-        modkit.PostHocEMA(network(), tmp_path, precision="bf16")  # type: ignore[arg-type]
 
 
 def test_another_rank_that_is_ahead_keeps_its_snapshots(tmp_path: Path) -> None:

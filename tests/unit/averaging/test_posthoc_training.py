@@ -10,22 +10,11 @@ from tests.cases import for_each
 from tests.unit.averaging.recipes import CountCalls
 
 
-STATE = {
-    "step": 1,
-    "update_every": 1,
-    "sigma_rels": [0.05, 0.1],
-    "branches": [],
-    "averages": [{"weight": torch.ones(1, 1), "bias": torch.ones(1)}] * 2,
-}
-
-
-def test_a_snapshot_between_updates_has_the_step_of_the_latest_update(tmp_path):
-    """After three steps, an average that is updated every two steps is that of step 2."""
-    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=2)
-    for _ in range(3):
-        averages.update()
-
-    assert [snapshot.step for snapshot in averages.snapshot()] == [2, 2]
+def trained(directory, model=None):
+    """Return power averages after one update, which is also a snapshot."""
+    averages = PostHocEMA(model or nn.Linear(1, 1), directory, snapshot_every=1)
+    averages.update()
+    return averages
 
 
 def test_a_snapshot_inside_another_average(tmp_path):
@@ -51,13 +40,13 @@ def test_model_that_changed(tmp_path):
     averages = PostHocEMA(model, tmp_path)
     averages.update()
     model.extra = nn.Parameter(torch.zeros(2))
-    before = averages.state_dict()["averages"][0]["weight"].clone()
+    before = dict(averages.named_averages())["weight"].clone()
     nn.init.constant_(model.weight, 5)
 
     with pytest.raises(NameMismatchError, match="averaged: 1 unexpected: extra"):
         averages.update()
     assert averages.step == 1
-    assert torch.equal(averages.state_dict()["averages"][0]["weight"], before)
+    assert torch.equal(dict(averages.named_averages())["weight"], before)
 
 
 def test_other_model(tmp_path):
@@ -75,19 +64,20 @@ def test_other_model(tmp_path):
     assert other.weight.item() == before
 
 
-def test_no_use_inside_applied(tmp_path):
-    """While the model holds the average of another object, nothing is averaged or loaded."""
+def test_the_tracked_averages_are_those_of_an_ema(tmp_path):
+    """They can be evaluated, and nothing is averaged or loaded while the model holds one."""
     model = nn.Linear(1, 1)
-    ema = modkit.EMA(model)
-    ema.update()
-    averages = PostHocEMA(model, tmp_path)
-    with ema.applied():
-        with pytest.raises(RuntimeError, match="called inside applied"):
-            averages.update()
-        with pytest.raises(RuntimeError, match=r"^PostHocEMA\.load_state_dict\(\) was"):
-            averages.load_state_dict(STATE)
+    averages = trained(tmp_path, model)
+    nn.init.constant_(model.weight, 5)
+    averages.update()
+    with averages.applied(index=1):
+        assert torch.equal(model.weight, dict(averages.named_averages(1))["weight"])
+        for call in (averages.update, lambda: averages.load_state_dict(averages.state_dict())):
+            with pytest.raises(RuntimeError, match="called inside applied"):
+                call()
 
-    assert averages.step == 0
+    assert model.weight.item() == 5
+    assert averages.step == 2
 
 
 def test_a_model_in_bfloat16(tmp_path):
@@ -116,77 +106,44 @@ def test_a_model_in_bfloat16(tmp_path):
 @for_each(
     ("options", "error", "text"),
     [
-        ({"sigma_rels": ()}, ValueError, "sigma_rels must name one width or more"),
-        (
-            {"sigma_rels": (0.5,)},
-            ValueError,
-            "sigma_rel must be more than 0 and less than 0.288675",
-        ),
-        ({"update_every": 0}, ValueError, "update_every must be 1 or more, got 0"),
-        ({"update_every": 1.5}, TypeError, "^PostHocEMA: update_every must be an int, got 1.5"),
-        ({"update_every": True}, TypeError, "^PostHocEMA: update_every must be an int, got True"),
-        ({"snapshot_every": 0}, ValueError, "must be a multiple of update_every=1, got 0"),
-        (
-            {"snapshot_every": 15, "update_every": 10},
-            ValueError,
-            "snapshot_every must be a multiple of update_every=10, got 15",
-        ),
+        ({"sigma_rels": ()}, ValueError, "must not be an empty list"),
+        ({"sigma_rels": (0.5,)}, ValueError, "sigma_rel must be above 0 and below 0.2886"),
+        ({"snapshot_every": 0}, ValueError, "PostHocEMA: snapshot_every must be 1 or more, got 0"),
+        ({"snapshot_every": 1.5}, TypeError, "^PostHocEMA: snapshot_every must be an int, got 1.5"),
+        ({"exclude": "head.*"}, ValueError, "matches exclude='head"),
+        ({"precision": "bf16"}, ValueError, "precision"),
     ],
 )
 def test_refused_options(tmp_path, options, error, text):
-    """Invalid numbers are refused when the averages are created."""
+    """Invalid options are refused when the averages are created."""
     with pytest.raises(error, match=text):
         PostHocEMA(nn.Linear(1, 1), tmp_path, **options)
 
 
-INVALID = "the state of modkit.PostHocEMA is invalid:"
-
-
-@for_each(
-    ("state", "text"),
-    [
+def test_states_that_are_not_of_this_class(tmp_path):
+    """Those of an EMA, of other widths and of other runs are refused, and change nothing."""
+    model = nn.Linear(1, 1)
+    state = trained(tmp_path / "saved", model).state_dict()
+    averages = PostHocEMA(model, tmp_path, (0.05, 0.1))
+    for other, text in (
         (3, "the state must be a mapping, got 3"),
-        ({}, "the state of modkit.PostHocEMA has no step"),
-        ({**STATE, "step": "7"}, f"{INVALID} step must be an int from 0 to 9007199254740992"),
-        ({**STATE, "step": torch.tensor(1)}, f"{INVALID} step must be an int from 0"),
-        ({**STATE, "update_every": 2}, f"{INVALID} update_every must be 1, as in this object"),
-        ({**STATE, "update_every": True}, f"{INVALID} update_every must be 1, as in this"),
-        ({**STATE, "sigma_rels": [0.05]}, f"{INVALID} sigma_rels must be [0.05, 0.1], as in this"),
-        ({**STATE, "averages": []}, f"{INVALID} averages must be a list of 2 at step 1, got []"),
-        ({**STATE, "averages": 3}, f"{INVALID} averages must be a list, got 3"),
-        (
-            {**STATE, "averages": [{"weight": torch.ones(1, 1), "bias": 5}] * 2},
-            f"{INVALID} averages[0]['bias'] must be a tensor with data, got 5",
-        ),
-    ],
-)
-def test_invalid_states_are_refused_in_the_words_of_the_class(tmp_path, state, text):
-    """The error names PostHocEMA, the entry of its state, what it must be and what it is."""
-    averages = PostHocEMA(nn.Linear(1, 1), tmp_path)
+        (modkit.EMA(model).state_dict(), "the state of modkit.EMA has no run"),
+        (model.state_dict(), "the state of modkit.EMA has no run"),
+        ({**state, "run": 5}, "run must be the id of a run, got 5"),
+        ({**state, "schedules": state["schedules"][:1]}, "schedules must be .* as in this object"),
+        ({**state, "step": "7"}, "step must be an int"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            averages.load_state_dict(other)
 
-    with pytest.raises(ValueError, match="PostHocEMA") as raised:
-        averages.load_state_dict(state)
-
-    assert text in str(raised.value)
-    assert "Nothing has been changed" in str(raised.value)
-    assert averages.step == 0
-
-
-def test_a_state_of_another_model_is_refused(tmp_path):
-    """Its names and shapes must be those of the model, and nothing changes otherwise."""
-    averages = PostHocEMA(nn.Linear(2, 1), tmp_path)
-
-    with pytest.raises(ValueError, match="the state does not fit the model"):
-        averages.load_state_dict(STATE)
-    assert averages.step == 0
+    assert (averages.step, averages.state_dict()["run"]) == (0, "")
 
 
 def test_no_average_yet(tmp_path):
     """Before the first update there is nothing to save, and no average to put together."""
-    averages = PostHocEMA(nn.Linear(1, 1), tmp_path, update_every=5)
-    averages.update()
+    averages = PostHocEMA(nn.Linear(1, 1), tmp_path)
 
     with pytest.raises(RuntimeError, match="no average to save before the first update"):
         averages.snapshot()
-    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 1 in {tmp_path}"):
+    with pytest.raises(FileNotFoundError, match=f"no snapshots up to step 0 in {tmp_path}"):
         averages.reconstruct(0.1)

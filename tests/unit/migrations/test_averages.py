@@ -181,17 +181,18 @@ def test_states_of_other_formats_migrate(library, tmp_path) -> None:
 
 
 def test_post_hoc_averages_migrate(tmp_path) -> None:
-    """They have no versions, so names and shapes decide."""
-    old = modkit.PostHocEMA(make_net(1), tmp_path / "old", update_every=1)
+    """They are averages of an EMA with other schedules."""
+    old = modkit.PostHocEMA(make_net(1), tmp_path / "old")
     for _ in range(2):
         old.update()
     state = old.state_dict()
-    resumed = modkit.PostHocEMA(make_net(2), tmp_path / "new", update_every=1)
+    resumed = modkit.PostHocEMA(make_net(2), tmp_path / "new")
     resumed.load_state_dict(pickle.loads(pickle.dumps(state)))
 
     for before, after in zip(state["averages"], resumed.state_dict()["averages"], strict=True):
-        assert torch.equal(after["head.0.weight"], before["out.0.weight"])
-        assert torch.equal(after["block.qk.bias"][:3], before["block.q.bias"])
+        new_tensors, old_tensors = after["tensors"], before["tensors"]
+        assert torch.equal(new_tensors["head.0.weight"], old_tensors["out.0.weight"])
+        assert torch.equal(new_tensors["block.qk.bias"][:3], old_tensors["block.q.bias"])
 
 
 def test_migrate_and_plan_know_the_state() -> None:
