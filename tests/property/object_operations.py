@@ -1,10 +1,9 @@
-"""Operations on modules as objects: cycles, comparison, copies, odd names; compiled code and averages."""
+"""Operations on modules as objects: cycles, comparison, uses before `__init__`; compiled code, averages."""
 
 import copy
 import dataclasses
 import functools
 import gc
-import io
 import pickle
 import re
 import weakref
@@ -20,7 +19,7 @@ from tests.property.classes import LOG, plain_text
 from tests.property.observation import distinct_modules, observe, positions
 from tests.property.operations import Skipped, is_shared, is_tied, operation, refuse_tied_buffers
 from tests.property.scoped_calls import has_old_backward_hooks, make_input, result_of
-from tests.property.tree_operations import forward_and_backward, refuse_keys_below_none
+from tests.property.tree_operations import refuse_keys_below_none
 
 
 # Trees of more modules take long to compile.
@@ -166,14 +165,6 @@ def in_cycle(side: Any, module: Any, method: str, number: int) -> Any:
 
 
 @operation(choices.booleans())
-def keep_owner(side: Any, module: Any, wrapped: bool) -> None:
-    """Let a module refer to the root, which makes a reference cycle."""
-    module.__dict__["owner"] = [side.model] if wrapped else weakref.ref(module)
-    if not wrapped:
-        del module.__dict__["owner"]
-
-
-@operation(choices.booleans())
 def is_freed(side: Any, module: Any, called: bool) -> Any:
     """Return True if a copy of the tree is freed without the cyclic collector."""
     copied = copy.deepcopy(side.model)
@@ -234,65 +225,6 @@ def among_data_classes(
         module._modules.pop("second", None)
 
 
-@operation(choices.integers(0, 9), choices.sampled_from(["deepcopy", "pickle", "copy", "reduce"]))
-def copy_piece(side: Any, module: Any, number: int, route: str) -> Any:
-    """Replace a child by a copy."""
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    if not children:
-        raise Skipped
-    name, child = children[number % len(children)]
-    if route == "pickle":
-        copied = pickle.loads(pickle.dumps(child, protocol=2 + number % 4))
-    elif route == "reduce":
-        make, arguments, state, *_ = child.__reduce_ex__(2)
-        copied = make(*arguments)
-        if hasattr(copied, "__setstate__"):
-            copied.__setstate__(state)
-    else:
-        copied = getattr(copy, route)(child)
-    setattr(module, name, copied)
-    return list(copied.__dict__)
-
-
-@operation()
-def share_memory(side: Any, module: Any) -> Any:
-    """Move all tensors to shared memory."""
-    refuse_tied_buffers(side)
-    small = sum(tensor.numel() for tensor in module.parameters()) < 50
-    if not small:
-        raise Skipped
-    return module.share_memory() is module, [p.is_shared() for p in module.parameters()]
-
-
-ODD: Final = choices.sampled_from(
-    [
-        *("training", "_version", "dump_patches", "call_super_init", "T_destination", "__doc__"),
-        *("_compiled_call_impl", "__annotations__", "_forward_module", "a-b", "0x", "None", "self"),
-        *("__len__", "_is_full_backward_hook", "qconfig", "_non_persistent", "__name__", "shape"),
-        *("_backward_hook", "named_parameter", "__custom__", "_", "__", "zero_grad ", "\n"),
-    ]
-)
-
-
-@operation(ODD, choices.sampled_from([None, 3, "text", 1.5, (1, 2), [1], {"a": 1}, True]))
-def set_odd_name(side: Any, module: Any, name: str, value: Any) -> None:
-    """Set a plain attribute of an unusual name."""
-    setattr(module, name, value)
-
-
-@operation(ODD)
-def delete_odd_name(side: Any, module: Any, name: str) -> None:
-    """Delete an attribute of an unusual name."""
-    delattr(module, name)
-
-
-@operation(ODD)
-def read_odd_name(side: Any, module: Any, name: str) -> Any:
-    """Read an attribute of an unusual name."""
-    value = getattr(module, name, "missing")
-    return type(value).__name__ if callable(value) or name == "__doc__" else value
-
-
 @operation(choices.integers(0, 9), choices.booleans(), choices.booleans())
 def tie_buffer(side: Any, module: Any, number: int, persistent: bool, everywhere: bool) -> Any:
     """Register a parameter's values, or a new tensor, as a buffer."""
@@ -314,18 +246,6 @@ def share_buffer(side: Any, module: Any, number: int, name: str) -> Any:
     return list(module._buffers)
 
 
-@operation(choices.booleans(), choices.booleans())
-def save_file(side: Any, module: Any, weights_only: bool, load: bool) -> Any:
-    """Save the tree's state with `torch.save` and load it again."""
-    file = io.BytesIO()
-    torch.save(side.model.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=weights_only)
-    if load:
-        return list(copy.deepcopy(side.model).load_state_dict(state)[0])
-    return list(state), dict(state._metadata)
-
-
 @operation(choices.sampled_from(["meta", "cpu"]), choices.booleans())
 def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
     """Call `to_empty()` on a copy of the tree, without ties, which torch does not keep."""
@@ -336,74 +256,19 @@ def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
     return copied.to_empty(device=device, recurse=recurse) is copied, observe(copied)
 
 
-@operation(choices.booleans(), choices.sampled_from(["strict", "tie", "plain"]))
-def functional_call(side: Any, module: Any, buffers: bool, how: str) -> Any:
-    """Call the root with other values by `functional_call`; its own must be restored."""
-    values = {name: p.detach() * 2 for name, p in side.model.named_parameters()}
-    if buffers:
-        values.update({name: b.detach() for name, b in side.model.named_buffers()})
-    x = torch.ones(2, 3)
-    found = torch.func.functional_call(
-        side.model, values, (x,), strict=how == "strict", tie_weights=how != "tie"
-    )
-    return found, len(observe(side.model))
-
-
-RESERVED: Final = choices.sampled_from(
-    ["training", "training", "_compiled_call_impl", "call_super_init", "dump_patches", "_version"]
-)
-
-
-@operation(RESERVED, choices.sampled_from(["parameter", "buffer", "module"]), choices.booleans())
-def assign_reserved(side: Any, module: Any, name: str, kind: str, register: bool) -> None:
-    """Assign or register a member under a name of the module's own state."""
-    value: Any = side.impl.nn.Tanh()
-    if kind != "module":
-        value = torch.ones(1)
-    if kind == "parameter":
-        value = side.impl.nn.Parameter(value)
-    if register:
-        getattr(module, "add_module" if kind == "module" else f"register_{kind}")(name, value)
-    elif kind == "buffer":
-        setattr(module, name, side.impl.nn.Buffer(value))
-    else:
-        setattr(module, name, value)
-
-
+# What modkit's own methods take part in; the others are torch's.
 USES: Final[dict[str, Callable[[Any], Any]]] = {
-    "call": lambda made: made(torch.ones(2, 3)),
     "assign parameter": lambda made: setattr(made, "a", torch.nn.Parameter(torch.ones(1))),
-    "assign buffer": lambda made: setattr(made, "a", torch.nn.Buffer(torch.ones(1))),
-    "assign tensor": lambda made: setattr(made, "a", torch.ones(1)),
-    "assign module": lambda made: setattr(made, "a", torch.nn.Tanh()),
-    "assign plain": lambda made: setattr(made, "a", 3),
-    "delete": lambda made: delattr(made, "a"),
-    "read": lambda made: made.a,
-    "dir": dir,
-    "repr": repr,
     "register parameter": lambda made: made.register_parameter("a", None),
-    "register buffer": lambda made: made.register_buffer("a", None),
     "register module": lambda made: made.add_module("a", None),
-    "train": lambda made: made.train(),
     "double": lambda made: made.double(),
     "to": lambda made: made.to("cpu"),
     "apply": lambda made: made.apply(str),
-    "state_dict": lambda made: made.state_dict(),
     "load_state_dict": lambda made: made.load_state_dict({}),
     "modules": lambda made: len([*made.modules()]),
-    "children": lambda made: [*made.children()],
     "parameters": lambda made: [*made.parameters()],
     "named_modules": lambda made: len([*made.named_modules()]),
-    "named_parameters": lambda made: [*made.named_parameters()],
-    "named_buffers": lambda made: [*made.named_buffers()],
     "requires_grad_": lambda made: made.requires_grad_(),
-    "zero_grad": lambda made: made.zero_grad(),
-    "hook": lambda made: made.register_forward_hook(print),
-    "backward hook": lambda made: made.register_full_backward_hook(print),
-    "copy": lambda made: vars(copy.copy(made)),
-    "deepcopy": lambda made: vars(copy.deepcopy(made)),
-    "pickle": lambda made: vars(pickle.loads(pickle.dumps(made))),
-    "get_submodule": lambda made: made.get_submodule("a"),
     "set_submodule": lambda made: made.set_submodule("a", torch.nn.Tanh()),
 }
 
@@ -416,45 +281,6 @@ def use_without_init(side: Any, module: Any, uses: list[str]) -> Any:
     # Which methods are called before the first error is not compared.
     LOG.clear()
     return found, sorted(made.__dict__)
-
-
-@operation(choices.integers(0, 9), choices.sampled_from(["__init__", "__setstate__", "update"]))
-def again(side: Any, module: Any, number: int, how: str) -> Any:
-    """Initialize a module again, or give it its own state again."""
-    if how == "__init__":
-        other = type(module)
-        if other.__name__ not in {"Node", "Counting", "LoraBehind", "PlainBefore"}:
-            raise Skipped
-        module.__init__()
-    elif how == "__setstate__":
-        module.__setstate__(dict(module.__dict__))
-    else:
-        copied = type(module).__new__(type(module))
-        copied.__dict__.update(module.__dict__)
-        return freeze(sorted(copied.__dict__)), list(copied._parameters)
-    return list(module.__dict__)
-
-
-@operation(choices.sampled_from(["error", "type", "attribute", "key"]), choices.booleans())
-def forward_that_fails(side: Any, module: Any, kind: str, late: bool) -> Any:
-    """Call the tree with a forward that raises."""
-    errors = {"error": ValueError, "type": TypeError, "attribute": AttributeError, "key": KeyError}
-    inner = module.forward
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        if late:
-            inner(*args, **kwargs)
-        raise errors[kind]("in forward")
-
-    own = module.__dict__.get("forward")
-    module.forward = failing
-    try:
-        return forward_and_backward(side, torch.float32, {})
-    finally:
-        if own is None:
-            module.__dict__.pop("forward", None)
-        else:
-            module.forward = own
 
 
 @operation(*scoped_operations.LOADING)

@@ -203,12 +203,6 @@ def read(side: Any, module: Any, name: str) -> Any:
     return type(value).__name__ if isinstance(value, torch.nn.Module) or callable(value) else value
 
 
-@operation()
-def list_attributes(side: Any, module: Any) -> list[str]:
-    """List the names that `dir` shows for the instance beyond those of its class."""
-    return [name for name in dir(module) if name not in dir(type(module))]
-
-
 def is_taken(module: Any, table: str, name: str) -> bool:
     """Return True if a property or another table has the name, which no method of a module allows.
 

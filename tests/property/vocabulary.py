@@ -46,20 +46,13 @@ SHARED: Final = (
 OPERATIONS.update({kind: SCOPED[kind] for kind in SHARED})
 # Those that take long.
 RARE: Final = {
-    *("copy_and_call", "in_cycle", "is_freed", "list_attributes", "make_averaged_model"),
-    *(
-        "save_file",
-        "share_memory",
-        "trace_module",
-        "trace_with_fx",
-        "trace_with_jit",
-        "differentiate_functionally",
-    ),
+    *("copy_and_call", "in_cycle", "is_freed", "make_averaged_model", "trace_module"),
+    *("trace_with_fx", "trace_with_jit", "differentiate_functionally"),
 }
 # Those that take longer still.
 RAREST: Final = {"call_compiled", "compile_in_place"}
 # Some kernels leave memory uninitialized where an argument is on the meta device.
-NOT_IN_SCOPES: Final = {"to_meta", "list_attributes"}
+NOT_IN_SCOPES: Final = {"to_meta"}
 CALLS: Final = (
     *("call", "call_in_mode", "call_in_mode", "call_in_mode", "call_patched"),
     *("call_with_global_hooks", "failing_call"),
