@@ -9,16 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
     FSDPModule,
-    FullyShardedDataParallel,
     MixedPrecisionPolicy,
     fully_shard,
 )
@@ -75,17 +68,6 @@ def ddp(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
     return DistributedDataParallel(model, **options)
 
 
-def ddp_with_spare(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
-    """Do it with a parameter that no loss depends on."""
-    model.register_parameter("spare", torch.nn.Parameter(torch.ones(5)))
-    return DistributedDataParallel(model, **options)
-
-
-def ddp_of_compiled(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
-    """Compile the network first."""
-    return DistributedDataParallel(torch.compile(model, backend=backend))
-
-
 def compiled_ddp(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
     """Compile the copies with what exchanges the gradients."""
     compiled: Any = torch.compile(DistributedDataParallel(model), backend=backend)
@@ -100,18 +82,6 @@ def recompute(model: torch.nn.Module, task: Task, *, reentrant: bool) -> torch.n
     for path in task.blocks:
         block = model.get_submodule(path)
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
-    return model
-
-
-def recompute_wrapped(model: torch.nn.Module, task: Task, *, reentrant: bool) -> torch.nn.Module:
-    """Wrap each block, as torchtitan does."""
-    blocks = [model.get_submodule(path) for path in task.blocks]
-    kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=kind),
-        check_fn=lambda module: any(module is block for block in blocks),
-    )
     return model
 
 
@@ -134,21 +104,11 @@ def shard_in_bf16(model: torch.nn.Module, task: Task) -> torch.nn.Module:
     return fully_shard(model, mp_policy=whole)
 
 
-def shard_in_host_memory(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Keep the shards where they are calculated with anyway."""
-    return shard(model, task, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
 def compiled_shards(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
     """Compile each block and split it up, as torchtitan does."""
     for path in task.blocks:
         model.get_submodule(path).compile(backend=backend)
     return shard(model, task)
-
-
-def flat_shards(model: torch.nn.Module, task: Task) -> torch.nn.Module:
-    """Shard all parameters as one, with FullyShardedDataParallel, which needs accelerators."""
-    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
 # Sharded layers.
@@ -183,28 +143,16 @@ def given(wrap: Callable[..., torch.nn.Module], **options: Any) -> Wrap:
 MODES: dict[str, Mode] = {
     "alone": Mode(alone, same_data=True),
     "ddp": Mode(ddp),
-    "ddp unused": Mode(given(ddp_with_spare, find_unused_parameters=True)),
     "ddp static": Mode(given(ddp, static_graph=True)),
     "ddp accumulates": Mode(ddp, parts=2),
     "ddp recomputes": Mode(then(recompute, ddp, reentrant=False)),
-    "ddp recomputes wrapped reentrant": Mode(
-        then(recompute_wrapped, given(ddp, static_graph=True), reentrant=True)
-    ),
-    "ddp of compiled": Mode(given(ddp_of_compiled, backend="aot_eager"), compiled=True),
     "ddp compiled": Mode(given(compiled_ddp, backend="aot_eager"), compiled=True),
-    "ddp compiled eager": Mode(given(compiled_ddp, backend="eager"), compiled=True),
-    "ddp compiled inductor": Mode(given(compiled_ddp, backend="inductor"), compiled=True),
     "fsdp": Mode(shard),
     # The statistics of BatchNorm are buffers, and stay in 32 bits.
-    "fsdp bf16": Mode(shard_in_bf16, only=("classes", "held", "llama")),
-    "fsdp offload": Mode(shard_in_host_memory),
+    "fsdp bf16": Mode(shard_in_bf16, only=("classes", "held")),
     "fsdp accumulates": Mode(shard, parts=2),
-    "fsdp recomputes": Mode(then(recompute, shard, reentrant=False)),
-    "fsdp recomputes wrapped": Mode(then(recompute_wrapped, shard, reentrant=False)),
     "fsdp recomputes reentrant": Mode(then(recompute, shard, reentrant=True)),
     "fsdp compiled": Mode(given(compiled_shards, backend="aot_eager"), compiled=True),
-    "fsdp1": Mode(flat_shards),
     "tp": Mode(tensor_parallel, same_data=True),
-    "tp recomputes": Mode(then(recompute, tensor_parallel, reentrant=False), same_data=True),
     "tp and fsdp": Mode(tensor_parallel_and_shard, same_data=True, ranks=4),
 }

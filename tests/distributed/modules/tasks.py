@@ -1,9 +1,8 @@
 """Networks for distributed training, once on torch's classes and once on modkit's."""
 
 import functools
-import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +18,6 @@ from tests.helpers import Implementation, seed_everything
 
 
 BATCH = 8
-WORDS = 32
-LENGTH = 6
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,6 @@ class Task:
     loss: Callable[[torch.nn.Module, Tensor, Tensor], Tensor]
     blocks: tuple[str, ...]
     plan: Callable[[], dict[str, ParallelStyle]]
-    needs: tuple[str, ...] = field(default=())
 
     def network(self, impl: Implementation) -> torch.nn.Module:
         """Return the network with the weights that it starts with."""
@@ -153,54 +149,6 @@ def plan_of_classes() -> dict[str, ParallelStyle]:
     return {f"blocks.{block}.{name}": style for block in "01" for name, style in pair.items()}
 
 
-# Words in, words out.
-
-
-def words(size: int) -> tuple[Tensor, Tensor]:
-    """Draw sentences, in which each word follows from the one before it."""
-    first = torch.randint(WORDS, (size, 1))
-    sentences = (first + 5 * torch.arange(LENGTH)) % WORDS
-    return sentences, sentences
-
-
-def next_word(model: torch.nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of a language model."""
-    loss: Tensor = model(input_ids=inputs, labels=targets, use_cache=False).loss
-    return loss
-
-
-def of_llama(impl: Implementation) -> torch.nn.Module:
-    """Make a small Llama."""
-    importlib.import_module("tests.integration")  # lets transformers import torchvision
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-    )
-    model = LlamaForCausalLM(config)
-    return held(impl, model)
-
-
-def plan_of_llama() -> dict[str, ParallelStyle]:
-    """Shard attention by heads, and the network after it by features."""
-    plan: dict[str, ParallelStyle] = {}
-    for layer in range(2):
-        path = f"net.model.layers.{layer}"
-        for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-            plan[f"{path}.{name}"] = ColwiseParallel()
-        plan[f"{path}.self_attn.o_proj"] = RowwiseParallel()
-        plan[f"{path}.mlp.gate_proj"] = ColwiseParallel()
-        plan[f"{path}.mlp.up_proj"] = ColwiseParallel()
-        plan[f"{path}.mlp.down_proj"] = RowwiseParallel()
-    return plan
-
-
 TASKS: dict[str, Task] = {
     "layers": Task(of_layers, numbers, squared_error, ("0", "1", "2"), plan_of_layers),
     "classes": Task(of_classes, numbers, squared_error, ("blocks.0", "blocks.1"), plan_of_classes),
@@ -210,14 +158,6 @@ TASKS: dict[str, Task] = {
         squared_error,
         ("net.blocks.0", "net.blocks.1"),
         lambda: {f"net.{name}": style for name, style in plan_of_classes().items()},
-    ),
-    "llama": Task(
-        of_llama,
-        words,
-        next_word,
-        ("net.model.layers.0", "net.model.layers.1"),
-        plan_of_llama,
-        needs=("transformers",),
     ),
 }
 

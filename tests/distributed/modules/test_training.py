@@ -21,13 +21,13 @@ SHORT = [
     *cases(("held",), ("ddp static",), ranks=2),
 ]
 EAGER = tuple(name for name, mode in MODES.items() if not mode.compiled)
-COMPILED = tuple(name for name, mode in MODES.items() if mode.compiled and "inductor" not in name)
+COMPILED = tuple(name for name, mode in MODES.items() if mode.compiled)
 # The number of ranks, and the cases that run on them; 7 and 8 rows cannot be divided by 3.
 GROUPS = {
     "two": (2, cases(TASK_NAMES, EAGER, ranks=2)),
     "three": (3, cases(TASK_NAMES, ("alone", "ddp", "fsdp"), ranks=3)),
     "mesh": (4, cases(TASK_NAMES, ("tp and fsdp",), ranks=4)),
-    "compiled": (2, [*cases(TASK_NAMES, COMPILED, ranks=2), ("classes", "ddp compiled inductor")]),
+    "compiled": (2, cases(TASK_NAMES, COMPILED, ranks=2)),
 }
 
 

@@ -1,4 +1,4 @@
-"""A network whose state has versions, old names, ties, and entries that are not tensors."""
+"""A network whose state has versions, old names, and entries that are not tensors."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -51,15 +51,13 @@ def classes(nn: ModuleType) -> type[torch.nn.Module]:
             return x * self.gain
 
     class Net(nn.Module):
-        def __init__(self, *, tied: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
             self.first = nn.Embedding(KINDS, 7)
             self.body = nn.Sequential(nn.Linear(7, 8), nn.GELU(), nn.Linear(8, 7))
             self.norm = nn.BatchNorm1d(7)
             self.scaled = Scaled(7)
             self.last = nn.Linear(7, KINDS, bias=False)
-            if tied:
-                self.last.weight = self.first.weight
             self.register_buffer("mask", torch.ones(7), persistent=False)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -71,10 +69,10 @@ def classes(nn: ModuleType) -> type[torch.nn.Module]:
     return Net
 
 
-def network(impl: Implementation, seed: int = 0, *, tied: bool = False) -> torch.nn.Module:
+def network(impl: Implementation, seed: int = 0) -> torch.nn.Module:
     """Return the network with weights of its own for each seed."""
     seed_everything(seed)
-    return classes(impl.nn)(tied=tied)
+    return classes(impl.nn)()
 
 
 def shard(model: torch.nn.Module) -> torch.nn.Module:

@@ -40,43 +40,12 @@ def scenario(function: Scenario) -> Scenario:
     return function
 
 
-def trained(impl: Implementation, spread: str = "fsdp", **options: Any) -> Any:
+def trained(impl: Implementation, spread: str = "fsdp") -> Any:
     """Return a network that is spread and has learned for three steps, and its optimizer."""
-    model = SPREAD[spread](network(impl, **options))
+    model = SPREAD[spread](network(impl))
     optimizer = optimizer_of(model)
     steps(model, optimizer, range(3))
     return model, optimizer
-
-
-# The content of a state.
-
-
-@scenario
-def dicts_of_modules(impl: Implementation, folder: Path) -> Any:
-    """Ask for the state in all ways, of a network with a tie, too."""
-    found = []
-    for spread in SPREAD:
-        for tied in (False, True):
-            model, _ = trained(impl, spread, tied=tied)
-            for options in (
-                {},
-                {"full_state_dict": True},
-                {"cpu_offload": True},
-                {"full_state_dict": True, "cpu_offload": True},
-            ):
-                state = get_model_state_dict(model, options=StateDictOptions(**options))
-                found.append(frozen(state))
-    return found
-
-
-@scenario
-def plain_dicts(impl: Implementation, folder: Path) -> Any:
-    """Ask the network itself, with what it says of versions."""
-    model, optimizer = trained(impl)
-    state = model.state_dict()
-    metadata = {name: dict(entry) for name, entry in state._metadata.items()}
-    assert metadata["scaled"] == {"version": 2}
-    return frozen(state), metadata, frozen(optimizer.state_dict())
 
 
 # How it is put into a network.
