@@ -52,8 +52,8 @@ NOT_PINNED = ("torch==", "setuptools==")
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 # One folder or file per mechanism, of those that take seconds.
 SMOKE = (
-    *("tests/parity/test_smoke.py", "tests/parity/hooks", "tests/parity/module/test_modes.py"),
-    *("tests/parity/module/test_state_dict.py", "tests/parity/module/test_load_state_dict.py"),
+    *("tests/parity/hooks", "tests/parity/module/test_conversion.py"),
+    "tests/parity/module/test_load_state_dict.py",
     *("tests/parity/module/test_traversal.py", "tests/parity/module/test_registration.py"),
     *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
     *(

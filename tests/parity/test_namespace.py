@@ -14,7 +14,6 @@ from torch import nn
 import modkit.nn
 from tests.cases import for_each
 from tests.helpers import Implementation
-from tests.processes import python
 
 
 VIEWS = ("nn", "nn.modules", "nn.modules.module")
@@ -25,20 +24,23 @@ def submodules() -> list[str]:
     return sorted(found.name for found in pkgutil.walk_packages(nn.__path__, "torch.nn."))
 
 
-def _in_another_process(code):
-    """Run code in a process that has imported torch, but not modkit, and return its output."""
-    done = python(textwrap.dedent(code))
-    assert done.stderr == ""
-    return done.stdout.split()
+@pytest.mark.parametrize(
+    ("view", "own"),
+    [
+        ("nn", {"Module", "modules"}),
+        ("nn.modules", {"Module", "module"}),
+        ("nn.modules.module", {"Module"}),
+    ],
+)
+def test_every_name_is_torchs_own_object(view: str, own: set[str]) -> None:
+    """All that torch has is there and is the same object, except ``Module``."""
+    theirs, mine = (importlib.import_module(f"{name}.{view}") for name in ("torch", "modkit"))
+    names = [name for name in dir(theirs) if not name.startswith("__")]
 
-
-def test_every_name_is_torchs_own_object() -> None:
-    """All that ``torch.nn`` has is in ``modkit.nn`` and is the same object, except ``Module``."""
-    names = [name for name in dir(nn) if not name.startswith("__")]
-    differing = [name for name in names if getattr(modkit.nn, name) is not getattr(nn, name)]
-
-    assert differing == ["Module", "modules"]
-    assert len(names) > 150
+    assert {name for name in names if getattr(mine, name) is not getattr(theirs, name)} == own
+    assert mine.Module is modkit.nn.Module
+    # torch.nn itself has no such list.
+    assert view == "nn" or mine.__all__ == theirs.__all__
 
 
 @pytest.mark.parametrize("view", [*VIEWS, "jit"])
@@ -48,19 +50,6 @@ def test_a_namespace_is_pickled_by_reference(impl: Implementation, view: str) ->
 
     assert pickle.loads(pickle.dumps(namespace)) is namespace
     assert copy.deepcopy(namespace) is namespace
-
-
-@pytest.mark.parametrize("view", ["nn.modules", "nn.modules.module"])
-def test_every_name_of_the_views_is_torchs_own_object(view: str) -> None:
-    """The two modules below that have a ``Module`` of modkit's are torch's in all else."""
-    theirs = importlib.import_module(f"torch.{view}")
-    mine = importlib.import_module(f"modkit.{view}")
-    names = [name for name in dir(theirs) if not name.startswith("__")]
-    differing = {name for name in names if getattr(mine, name) is not getattr(theirs, name)}
-
-    assert differing == ({"Module", "module"} if view == "nn.modules" else {"Module"})
-    assert mine.Module is modkit.nn.Module
-    assert mine.__all__ == theirs.__all__
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -75,38 +64,6 @@ def test_every_module_below_is_torchs_own(name: str) -> None:
     else:
         assert mine is importlib.import_module(name)
         assert mine.__spec__.name == name
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_assigning_reaches_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Assigning or deleting through modkit's name assigns or deletes in torch."""
-    theirs = importlib.import_module(f"torch.{view}")
-    mine = importlib.import_module(f"modkit.{view}")
-    name = next(
-        name for name in dir(theirs) if name[0] != "_" and name not in ("Module", "modules")
-    )
-    monkeypatch.setattr(mine, name, "replaced")
-
-    assert (getattr(theirs, name), getattr(mine, name)) == ("replaced", "replaced")
-    monkeypatch.undo()
-    assert getattr(mine, name) is getattr(theirs, name) != "replaced"
-
-    mine.added_name = 1
-    assert theirs.added_name == 1
-    del mine.added_name
-    assert not hasattr(theirs, "added_name")
-    assert not hasattr(mine, "added_name")
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_reading_follows_torch(view: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names rebound in torch are read through modkit's name at once, new names included."""
-    theirs = importlib.import_module(f"torch.{view}")
-    mine = importlib.import_module(f"modkit.{view}")
-    monkeypatch.setattr(theirs, "a_newer_name", 1, raising=False)
-
-    assert mine.a_newer_name == 1
-    assert "a_newer_name" in dir(mine)
 
 
 @pytest.mark.parametrize("view", [*VIEWS, "jit"])
@@ -159,51 +116,20 @@ def test_a_missing_name_is_an_attribute_error() -> None:
         modkit.nn.NoSuchLayer
 
 
-def test_the_import_statement_leaves_torch_as_it_was() -> None:
-    """Importing modkit adds no attribute to ``torch.nn`` and none to its modules."""
-    seen = _in_another_process(
-        """
-        import torch
-        torch.nn.Module.__annotations__  # Python 3.14 keeps what it evaluates, in the class
-        views = torch.nn, torch.nn.modules, torch.nn.modules.module, torch.nn.Module
-        before = [dict(vars(each)) for each in views]
-        import modkit.nn.utils.prune, modkit.nn.modules.linear
-        print([dict(vars(each)) for each in views] == before)
-        """
-    )
-
-    assert seen == ["True"]
-
-
 @for_each(
     "statement",
     [
         "import {0}.nn.functional as F; F.relu",
         "from {0}.nn import functional as F; F.scaled_dot_product_attention",
-        "from {0}.nn import init; init.kaiming_normal_",
         "from {0}.nn.utils import parametrize; parametrize.register_parametrization",
-        "from {0}.nn.utils import clip_grad_norm_, weight_norm; weight_norm.__wrapped__",
         "from {0}.nn.utils import spectral_norm; spectral_norm.__code__",
-        "import {0}.nn.utils.prune as prune; prune.l1_unstructured",
-        "from {0}.nn.utils.rnn import pad_sequence, PackedSequence",
-        "import {0}.nn.utils.parametrizations; {0}.nn.utils.parametrizations.orthogonal",
         "from {0}.nn.parameter import Buffer, Parameter, UninitializedParameter",
-        "from {0}.nn.parallel import DataParallel, DistributedDataParallel, data_parallel",
-        "from {0}.nn.parallel.scatter_gather import gather",
-        "from {0}.nn.attention import SDPBackend, sdpa_kernel",
-        "from {0}.nn.modules.batchnorm import _BatchNorm, _NormBase",
         "from {0}.nn.modules.conv import _ConvNd, _size_2_t",
-        "from {0}.nn.modules.linear import NonDynamicallyQuantizableLinear",
-        "from {0}.nn.modules.lazy import LazyModuleMixin",
         "from {0}.nn.modules.module import _IncompatibleKeys, _addindent, _WrappedHook",
-        "from {0}.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _global_forward_hooks",
         "from {0}.nn.modules.module import register_module_full_backward_pre_hook",
-        "from {0}.nn.modules.transformer import _get_activation_fn, _get_clones",
-        "from {0}.nn.modules.utils import _pair, consume_prefix_in_state_dict_if_present",
         "import {0}.nn.quantized.dynamic; {0}.nn.quantized.dynamic.Linear",
         "import {0}.nn.intrinsic.qat; {0}.nn.qat; {0}.nn.quantizable; {0}.nn.quantized.Linear",
         "from {0}.nn import quantized, qat; quantized.dynamic.LSTM",
-        "from {0}.nn.common_types import _size_2_t",
         "from {0}.nn import _reduction",
         "from {0}.nn.modules.no_such_file import Linear",
         "from {0}.nn.modules.linear import NoSuchLayer",

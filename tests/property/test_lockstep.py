@@ -3,7 +3,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.divergences import DIVERGENCES
 from tests.property import long_run, operations as operations_on_modules, vocabulary
-from tests.property.operations import OPERATIONS, Kind, Operation, drawn, sequences
+from tests.property.operations import OPERATIONS, Operation, drawn, sequences
 from tests.property.sides import ROWS, lockstep
 from tests.property.trees import NODES, Member, ModuleSpec, trees
 
@@ -118,24 +118,6 @@ def test_lockstep_sees_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ModuleSpec("Node", members=(Member("plain", "a", 3),))
     with pytest.raises(AssertionError, match=r"differ after .*evaluate"):
         lockstep(spec, [Operation("evaluate", 0, ())])
-
-
-def test_a_difference_is_reduced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence that shows a difference is reduced to the operation that causes it."""
-
-    def broken(side, module) -> str:
-        return side.impl.name
-
-    sequence = next(
-        each
-        for each in map(long_run.Sequence, range(100))
-        if not each.scoped and any(one.kind == "evaluate" for one in each.operations)
-    )
-    monkeypatch.setitem(OPERATIONS, "evaluate", Kind(broken, ()))
-    text, kept = sequence.reduced()
-
-    assert text.startswith("Difference: torch and modkit differ after Operation(kind='evaluate'")
-    assert [one.kind for one in kept] == ["evaluate"]
 
 
 def test_rows_stand_in_the_table() -> None:

@@ -1,6 +1,5 @@
 """Update rules that the tests of averaging share, and what a model goes through in between."""
 
-import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -108,10 +107,3 @@ def through_file(averaged: Any) -> Any:
     torch.save(averaged, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": through_pickle,
-    "torch.save": through_file,
-}

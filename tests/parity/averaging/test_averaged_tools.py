@@ -4,9 +4,6 @@ import pytest
 import torch
 
 from modkit.optim import swa_utils
-from tests.helpers import Implementation
-from tests.models import normed_net
-from tests.parity.averaging.rules import training_states
 
 
 @pytest.fixture(autouse=True)
@@ -14,33 +11,6 @@ def _nothing_compiled():
     """Forget what was compiled, so that no test meets the limit of recompilations."""
     yield
     torch._dynamo.reset()
-
-
-def averaged_net(impl: Implementation) -> torch.nn.Module:
-    """Return an average in evaluation mode."""
-    model = normed_net(impl)
-    averaged = impl.AveragedModel(model)
-    for _ in training_states(model, 2):
-        averaged.update_parameters(model)
-    return averaged.eval()
-
-
-TOOLS = {
-    "compile": lambda m, x: torch.compile(m, backend="eager", fullgraph=True)(x),
-    "export": lambda m, x: torch.export.export(m, (x,)).module()(x),
-    "functional_call": lambda m, x: torch.func.functional_call(m, dict(m.state_dict()), (x,)),
-    "vmap": lambda m, x: torch.func.vmap(m)(x.unsqueeze(1)).squeeze(1),
-    "fx": lambda m, x: torch.fx.symbolic_trace(m.module)(x),
-}
-
-
-@pytest.mark.parametrize("tool", TOOLS)
-def test_tools_take_an_averaged_model(impl: Implementation, tool: str) -> None:
-    """Compilers, exporters, tracers and function transforms give the eager result."""
-    averaged = averaged_net(impl)
-    inputs = torch.randn(4, 3)
-
-    torch.testing.assert_close(TOOLS[tool](averaged, inputs), averaged(inputs))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@ import warnings
 
 import pytest
 import torch
-from torch import nn
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
@@ -98,83 +97,6 @@ def test_user_class_of_the_layer(info):
                 lambda scope: calls(layers.pop(scope.__name__), sample, "grad", scope)
             )
             differing += [(label, impl.name, key) for key in found]
-
-    assert differing == []
-
-
-def first_tensor(change):
-    def changed(args, kwargs):
-        args = [*args]
-        for place, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                args[place] = change(value.detach().clone())
-                break
-        return tuple(args), kwargs
-
-    return changed
-
-
-# Inputs that most layers refuse, and some take otherwise than others.
-ODD_INPUTS = {
-    "none": lambda args, kwargs: ((), {}),
-    "one more": lambda args, kwargs: ((*args, 3), kwargs),
-    "five more": lambda args, kwargs: ((*args, *range(5)), kwargs),
-    "unknown keyword": lambda args, kwargs: (args, {**kwargs, "unknown": 1}),
-    "first by keyword": lambda args, kwargs: (
-        args[1:],
-        {**kwargs, **dict(zip(["input"], args, strict=False))},
-    ),
-    "first by another keyword": lambda args, kwargs: (
-        args[1:],
-        {**kwargs, **dict(zip(["x"], args, strict=False))},
-    ),
-    "text": lambda args, kwargs: (("text", *args[1:]), kwargs),
-    "None": lambda args, kwargs: ((None, *args[1:]), kwargs),
-    "list": lambda args, kwargs: (([1.0, 2.0], *args[1:]), kwargs),
-    "number": lambda args, kwargs: ((1.5, *args[1:]), kwargs),
-    "double": first_tensor(torch.Tensor.double),
-    "integers": first_tensor(torch.Tensor.long),
-    "complex": first_tensor(lambda value: value + 0j),
-    "bool": first_tensor(torch.Tensor.bool),
-    "meta": first_tensor(lambda value: value.to("meta")),
-    "scalar": first_tensor(lambda value: value.flatten()[0]),
-    "vector": first_tensor(torch.Tensor.flatten),
-    "empty": first_tensor(lambda value: value[:0] if value.ndim else value),
-    "more dimensions": first_tensor(lambda value: value[None]),
-    "seven dimensions": first_tensor(lambda value: value[(None,) * max(0, 7 - value.ndim)]),
-    "too narrow": first_tensor(lambda value: value[..., :-1] if value.ndim else value),
-    "strided": first_tensor(lambda value: value.mT if value.ndim > 1 else value),
-    "expanded": first_tensor(lambda value: value[:1].expand(value.shape) if value.ndim else value),
-    "parameter": first_tensor(
-        lambda value: nn.Parameter(value) if value.is_floating_point() else value
-    ),
-    "sparse": first_tensor(torch.Tensor.to_sparse),
-}
-
-
-def odd_calls(sample, training, scope):
-    """Call a layer, and a Sequential that has it, with each of the odd inputs."""
-    layer = built(sample, torch.float32, training)
-    models = {"itself": layer, "in a Sequential": nn.Sequential(nn.Identity(), layer)}
-    seen = {}
-    for odd, change in ODD_INPUTS.items():
-        if odd == "meta" and sample.layer is nn.Embedding:
-            # Torch returns uninitialized memory.
-            continue
-        for name, model in models.items():
-            args, kwargs = change(sample.inputs, sample.input_kwargs)
-            seed()
-            with scope(model), torch.no_grad():
-                seen[odd, name] = outcome(lambda: model(*fresh(args), **fresh(kwargs)))
-    return seen
-
-
-@pytest.mark.slow
-@every_info
-def test_odd_inputs(info):
-    """A wrong call raises the same type and text inside, and an odd one gives the same results."""
-    _label, sample, training = next(samples(info, torch.float32, most=1))
-    differing = differing_keys(lambda scope: odd_calls(sample, training, scope))
 
     assert differing == []
 

@@ -6,19 +6,6 @@ from typing import Any
 import torch
 
 
-MODULE_REGISTRARS = (
-    "register_forward_pre_hook",
-    "register_forward_hook",
-    "register_full_backward_pre_hook",
-    "register_full_backward_hook",
-    "register_backward_hook",
-    "register_state_dict_pre_hook",
-    "register_state_dict_post_hook",
-    "_register_state_dict_hook",
-    "register_load_state_dict_pre_hook",
-    "_register_load_state_dict_pre_hook",
-    "register_load_state_dict_post_hook",
-)
 # The order of state-dict hooks, and of load hooks, around a parent and its child.
 PARENTS_BEFORE_CHILDREN_AFTER = [
     "parent pre 1",
@@ -68,15 +55,6 @@ def returning(value: object) -> Callable[..., Any]:
     return hook
 
 
-def raising(error: BaseException) -> Callable[..., Any]:
-    """Make a hook, or a forward, of any signature that raises the error."""
-
-    def hook(*_arguments: object, **_keywords: object) -> object:
-        raise error
-
-    return hook
-
-
 def do_nothing(*_arguments: object) -> None:
     """Be a hook that can be pickled."""
 
@@ -84,8 +62,3 @@ def do_nothing(*_arguments: object) -> None:
 def leaf(*values: float) -> torch.Tensor:
     """Make a tensor of the values that requires grad."""
     return torch.tensor(values or (1.0,), requires_grad=True)
-
-
-def inner_tensor(*values: float) -> torch.Tensor:
-    """Make a non-leaf tensor of the values that requires grad."""
-    return leaf(*values) * 1

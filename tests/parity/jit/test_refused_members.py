@@ -127,24 +127,6 @@ def test_members_that_torch_refuses_do_what_they_do_on_any_module(impl, kind, me
     assert actual == expected
 
 
-def eager(kind):
-    """Return the network of torch that a compiled one of this kind is to behave like."""
-    if kind != "frozen":
-        net = make_net(TORCH)
-        if kind == "traced":
-            net(inputs())  # tracing runs the network
-        return net
-    frozen = build(TORCH, kind)
-
-    class Net(torch.nn.Module):
-        """Freezing leaves a network without members, whose weights are constants."""
-
-        def forward(self, x):
-            return frozen(x)
-
-    return Net().eval()
-
-
 @WRAPPED
 def test_set_submodule_takes_what_was_compiled_from_the_same(impl, kind):
     """A child can be replaced by path by one of the same compiled type."""

@@ -2,21 +2,6 @@
 
 import inspect
 import re
-from typing import Any
-
-
-def public_members(kind: type) -> dict[str, Any]:
-    """Return the methods and properties that a class of modkit defines, its constructor among them."""
-    classes = [base for base in reversed(kind.__mro__) if base.__module__.startswith("modkit")]
-    defined = {name: member for base in classes for name, member in vars(base).items()}
-    members = {
-        name: member
-        for name, member in defined.items()
-        # An alias has the docstring of the method.
-        if isinstance(member, property) or getattr(member, "__name__", None) == name
-        if name[0] != "_"
-    }
-    return {"__init__": kind.__init__, **members}
 
 
 def docstring(kind: type, name: str) -> str:
