@@ -32,7 +32,7 @@ NEVER_INTACT: Final = {
 _MOST_CLASSES: Final = 20
 UNVERIFIED: Final = "unverified: no checksums"
 # Members that are verified between two reports of progress.
-_BATCH: Final = 64
+_BATCH: Final = 16
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def check_file(
             members = sorted(archive.members, key=lambda n: archive.members[n].header_offset)
             for first in range(0, len(members), _BATCH):
                 archive.verify(members[first : first + _BATCH])
-                progress(first / len(members))
+                progress(min(first + _BATCH, len(members)) / len(members))
         digest = kinds.sha256_of(descriptor, progress) if hashed or expected is not None else ""
         progress(1.0)
         if expected is not None:

@@ -99,7 +99,7 @@ def test_progress(tmp_path: Path, hashed: bool) -> None:
     many, small = tmp_path / "many.pt", tmp_path / "x.txt"
     torch.save({f"{n}": WEIGHT + n for n in range(200)}, many)
     small.write_bytes(b"x")
-    for path, parts in (many, 4), (small, 1):
+    for path, parts in (many, 12), (small, 1):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         given = digest if path is small else None
         fractions: list[float] = []
