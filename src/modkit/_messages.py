@@ -55,11 +55,6 @@ MSG_NO_UPDATE: Final = (
     "attach() the optimizer that takes the steps"
 )
 
-MSG_EMPTIED: Final = (
-    "{owner}: {name} has become empty: it had elements before. Something keeps them elsewhere, as "
-    "sharding and offloading do; call this where the model has them. Nothing has been changed."
-)
-
 MSG_LEAVE_OUT: Final = (
     "Leave it out with exclude=, or average only what trains with trainable_only=True. Nothing has "
     "been changed."
@@ -87,8 +82,8 @@ MSG_CONVERTED_INSIDE: Final = (
 
 MSG_REPLACED_INSIDE: Final = (
     "EMA: {name}, or its module, was replaced inside applied(); the members that were "
-    "registered before are back, with the training weights. To fuse layers, remove "
-    "parametrizations or assign parameters, take averaged_model()"
+    "registered before are back, with the training weights. To fuse layers, assign parameters or "
+    "remove parametrizations, whose hooks and properties are not back, take averaged_model()"
 )
 
 MSG_COPY_WRITTEN: Final = (

@@ -255,8 +255,8 @@ def export_average(
         TypeError: If an entry of the state dict is not plain data, which ``load_checkpoint`` reads.
         ValueError: If an entry, or a dtype, cannot be stored in a safetensors file, or an average
             is too large for the dtype.
-        RuntimeError: If there has been no update, so there is no average to write, a parameter has
-            become empty, or ranks have averaged different steps.
+        RuntimeError: If there has been no update, so there is no average to write, or ranks have
+            averaged different steps.
         OSError: If rank 0 cannot write the file.
         Exception: What any other rank has raised; one that cannot be sent is a RuntimeError.
 
@@ -328,8 +328,6 @@ def _contents_of(
         )
     named = NamedTensors(ema.model)
     check_not_partitioned("export_average", named.modules)
-    parameters = {name: member.current() for name, member in named.parameters.items()}
-    ema._engine.check_filled("export_average", parameters)
     ema._warn_of_first("export_average", index)
     members = named.all()
     average_of = {id(member.current()): averages.get(name) for name, member in members.items()}
@@ -474,7 +472,7 @@ def load_averages(
         NameMismatchError: If the tensors do not fit the model. Nothing has been changed.
         CheckpointException: If an entry cannot be read, or is not plain data. It is torch's.
         RuntimeError: If the model holds an average, as inside ``EMA.applied()``, or is on the meta
-            device and the averages have no device of their own.
+            device.
 
     Example:
         >>> import warnings

@@ -121,9 +121,9 @@ _AVERAGING: Final = [
     ),
     Bug(
         "EMA.module: a reference keeps the memory of former averages",
-        "averaging/storage.py",
-        "            if is_average and (value.dtype, value.device) == place:",
-        "            if is_average and not self._shared and (value.dtype, value.device) == place:",
+        "averaging/engine.py",
+        "            elif value is not source and (value.dtype, value.device) == place:",
+        "            elif value is not source and not before and value.dtype == place[0]:",
         _EMA + "/test_ema_module.py",
     ),
     Bug(

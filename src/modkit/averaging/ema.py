@@ -29,18 +29,8 @@ from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
 from modkit.averaging.sharding import reshard
-from modkit.averaging.storage import AveragedCopy
 from modkit.averaging.swap import Pairing, active_swaps, any_swapped, exchanged, raw_values
-from modkit.averaging.tensors import (
-    NamedTensors,
-    check_writable,
-    copy_of,
-    give_memory,
-    pairs_for,
-    versions_of,
-    write,
-    write_all,
-)
+from modkit.averaging.tensors import NamedTensors, check_writable, write, write_all
 
 
 if TYPE_CHECKING:
@@ -214,14 +204,13 @@ class EMA(Generic[ModelT_co]):
         )
         self._engine = Engine(model, len(self.schedules), options)
 
-        # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to,
-        # with their versions: until restore() the model holds an average.
+        # Training weights that store() keeps, and the model's tensors that copy_to() then wrote to:
+        # until restore() the model holds an average.
         self._stored: dict[str, Tensor] = {}
-        self._overwritten: list[tuple[str, Tensor, int]] = []
+        self._overwritten: list[Tensor] = []
         # Copied buffers that a block has written to, each of which was warned of.
         self._written: set[str] = set()
         self._steps = OptimizerSteps()
-        self._module: AveragedCopy[ModelT_co] | None = None
         # How often the model had been written to; None once a training without updates was noticed.
         self._writes: int | None = self._engine.writes()
 
@@ -231,27 +220,25 @@ class EMA(Generic[ModelT_co]):
         Args:
             call: The refused call with its class, such as ``EMA.update()``, for the error.
             model: The model to check.
-            remedy: The remedy for a model between copy_to() and restore(), a sentence. Default: to
-                restore first.
+            remedy: The remedy, a sentence. Default: to call it later.
 
         Raises:
             RuntimeError: If the model holds an average inside applied(), or between copy_to() and
                 restore().
         """
         name = call.rpartition(".")[2]
-
         # Either of the two would average, save or train the average itself.
         if any_swapped(model):
-            raise RuntimeError(
-                f"{call} was called inside applied(): the model holds the averaged weights. Call "
-                f"{name} outside of the block."
-            )
-
-        if self._holds_copy(model):
-            raise RuntimeError(
-                f"{call} was called between copy_to() and restore(): the model holds the averaged "
-                f"weights. {remedy or f'Call restore() before {name}.'}"
-            )
+            place = "inside applied()"
+            remedy = remedy or f"Call {name} outside of the block."
+        elif self._holds_copy(model):
+            place = "between copy_to() and restore()"
+            remedy = remedy or f"Call restore() before {name}."
+        else:
+            return
+        raise RuntimeError(
+            f"{call} was called {place}: the model holds the averaged weights. {remedy}"
+        )
 
     def _holds_copy(self, model: torch.nn.Module) -> bool:
         """Return True if the model has parameters that ``copy_to`` has written an average to."""
@@ -259,7 +246,7 @@ class EMA(Generic[ModelT_co]):
             return False
         # A forward of FSDP may have left full parameters in place of those that were written to.
         reshard(model.modules())
-        overwritten = {id(tensor) for _, tensor, _ in self._overwritten}
+        overwritten = set(map(id, self._overwritten))
         return any(id(parameter) in overwritten for parameter in model.parameters())
 
     def training_weights(self) -> dict[str, Tensor]:
@@ -302,7 +289,8 @@ class EMA(Generic[ModelT_co]):
 
         Raises:
             ValueError: If the schedule returns a decay outside of [0, 1].
-            AttributeError: If it is set: pass a schedule, or replace that of :attr:`schedules`.
+            AttributeError: If it is set. For another one, pass a schedule, or replace that of
+                :attr:`schedules`.
 
         Example:
             >>> from modkit import EMA, nn
@@ -320,15 +308,6 @@ class EMA(Generic[ModelT_co]):
         # The latest step that ``update_every`` divides, counted from the copy.
         latest = (self.step - self._start) // every * every
         return self.schedules[0].over(latest, every)
-
-    @decay.setter
-    def decay(self, value: object) -> NoReturn:
-        raise AttributeError(
-            f"EMA.decay cannot be set to {value!r}: it is the decay of the latest step. For a "
-            "decay that changes, pass EMA(model, schedule=...). For another one from the next "
-            "update on, assign a schedule, as in ema.schedules[0] = "
-            "modkit.schedules.Constant(0.99)."
-        )
 
     @property
     def device(self) -> torch.device | None:
@@ -381,7 +360,7 @@ class EMA(Generic[ModelT_co]):
             NameMismatchError: If names or shapes are not those of the averages.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device, or has become empty; if torch has no
+                uninitialized (lazy) or on the meta device; if torch has no
                 kernels for the layout of a tensor: sparse, nested and mkldnn parameters cannot be
                 averaged, nested and mkldnn buffers not even copied; or, with
                 ``on_nonfinite="raise"``, if a value is not finite.
@@ -427,8 +406,6 @@ class EMA(Generic[ModelT_co]):
         elif start is not None:
             # Schedules count from here, so that a skipped step has no part in any of them.
             self._start = start + every
-        if self._module is not None:
-            self._follow()
         self.step = step
 
     @_section
@@ -444,9 +421,9 @@ class EMA(Generic[ModelT_co]):
             TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device, or has become empty; if torch has no
-                kernels for the layout of a tensor (see :meth:`update`); or if a new one is not
-                finite, unless ``on_nonfinite`` is ``"ignore"``.
+                uninitialized (lazy) or on the meta device; if torch has no
+                kernels for the layout of a tensor (see :meth:`update`); or if one is not finite,
+                unless ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
 
         Example:
@@ -461,7 +438,6 @@ class EMA(Generic[ModelT_co]):
         """
         self._check_restored("EMA.rebind()", self.model)
         self._engine.rebind()
-        self._follow()
 
     def attach(self, *optimizers: torch.optim.Optimizer) -> Self:
         """Update after each step that the optimizer takes, until :meth:`detach`.
@@ -513,7 +489,7 @@ class EMA(Generic[ModelT_co]):
 
     def _refuse_step(self) -> None:
         """Raise RuntimeError before an optimizer takes a step from the average."""
-        remedy = "Call restore() first; to train the average, call detach()."
+        remedy = "End the block, or call restore(), first; to train the average, call detach()."
         self._check_restored("EMA: optimizer.step()", self.model, remedy)
 
     def detach(self) -> None:
@@ -573,8 +549,10 @@ class EMA(Generic[ModelT_co]):
             NameMismatchError: If the model is not the one that is averaged.
             RuntimeError: At the end, if the block has written to averaged tensors, and so to the
                 average, or to statistics of batch normalization; has cast or moved them; or has
-                replaced parameters or their modules, which are put back. The training weights are
-                restored. A block that raised gets a note instead.
+                replaced parameters or their modules, which are put back, without hooks and
+                parametrizations that computed them. The training weights are restored. An
+                assignment to ``parameter.data`` ends with the block. A block that raised gets a
+                note instead.
 
         Warns:
             UserWarning: Once, if the model was trained since this object was created, and there has
@@ -656,8 +634,7 @@ class EMA(Generic[ModelT_co]):
         if self._stored:
             # ``target`` may be a wrapper of the model, or another model.
             own = {id(member.tensor) for member in self._engine.own().all().values()}
-            rows = zip(pairing.names, tensors, versions_of(tensors), strict=True)
-            self._overwritten = [row for row in rows if id(row[1]) in own]
+            self._overwritten += [tensor for tensor in tensors if id(tensor) in own]
 
     @_section
     def store(self) -> None:
@@ -682,33 +659,19 @@ class EMA(Generic[ModelT_co]):
     def restore(self) -> None:
         """Copy the training weights of :meth:`store` back into the model, and drop them.
 
-        If the model was trained or loaded after :meth:`copy_to`, that change is lost, with a
-        warning. See :meth:`copy_to` for an example.
+        If the model was trained or loaded after :meth:`copy_to`, that change is lost. See
+        :meth:`copy_to` for an example.
 
         Raises:
             RuntimeError: If nothing is stored.
             NameMismatchError: If the model has lost a tensor that is stored.
-
-        Warns:
-            UserWarning: If a tensor was written to after :meth:`copy_to`.
         """
         if not self._stored:
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
-        versions = versions_of([tensor for _, tensor, _ in self._overwritten])
-        pairs = zip(self._overwritten, versions, strict=True)
-        changed = [name for (name, _, before), version in pairs if version != before]
-
         named = self._engine.own()
         write_all([named.tensor(name) for name in self._stored], [*self._stored.values()])
         self._stored = {}
         self._overwritten = []
-
-        if changed:
-            warn_user(
-                f"EMA.restore(): {changed[0]} was written to after copy_to(), when the model held "
-                "the averaged weights; that change is replaced by the stored training weights. To "
-                "train the average, call copy_to() without store() and restore()."
-            )
 
     def update_bn(
         self,
@@ -778,7 +741,7 @@ class EMA(Generic[ModelT_co]):
             with uninterrupted():
                 statistics = batch_norm.statistics_of(NamedTensors(model))
                 self._engine.averages[index].set_statistics(statistics)
-                self._follow()
+                self._engine.follow()
 
     @_section
     def averaged_model(self, index: int = 0) -> ModelT_co:
@@ -810,14 +773,8 @@ class EMA(Generic[ModelT_co]):
         """
         self._engine.check_index(index)
         self._warn_of_no_update()
-        model = copy_of(self.model)
-        named, values = self._engine.matched(model, index)
-        pairs = pairs_for(named, values)
-        write_all([tensor for _, tensor, _ in pairs], [value for _, _, value in pairs])
-        # One by one: a ScriptModule has no ``requires_grad_``.
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        return model.eval()
+        model: ModelT_co = self._engine.averaged_model(index)
+        return model
 
     @property
     @_section
@@ -854,20 +811,8 @@ class EMA(Generic[ModelT_co]):
             1.25
         """
         self._pairing(self.model, 0)
-        self._follow(always=True)
-        if self._module is None:
-            self._module = AveragedCopy(self.averaged_model())
-            self._follow(always=True)
-        return self._module.module
-
-    def _follow(self, *, always: bool = False) -> None:
-        """Give the module, to which the user may have a reference, the memory of the averages."""
-        averages = self._engine.named(0)
-        if self._module is None or (self._module.is_current(averages) and not always):
-            return
-        # References to another copy keep its present values; the next access makes another one.
-        if not self._module.refresh(self._engine.own(), averages):
-            self._module = None
+        module: ModelT_co = self._engine.module()
+        return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call :attr:`module`, the averaged model in eval mode.
@@ -888,45 +833,30 @@ class EMA(Generic[ModelT_co]):
         return self.module(*args, **kwargs)
 
     @_section
-    def to(self, device: Device = None, dtype: torch.dtype | None = None) -> Self:
-        """Move and cast the averages, and keep later ones there; None leaves device or dtype.
+    def to(self, device: int | str | torch.device) -> Self:
+        """Move the averages, and keep later ones there.
 
         It is for averages that go on. To export one in another dtype, cast a copy:
         ``averaged_model().to(dtype)``, or ``modkit.distributed.export_average(dtype=...)``.
 
         Args:
             device: Device of the averages and of the copied buffers.
-            dtype: Floating-point dtype of the averages, as wide as ``precision`` promises:
-                ``"fp32"`` refuses 16 bits, and ``"fp64"`` float32. ``"same"`` stalls in bf16 or
-                fp16.
 
         Returns:
             The object itself.
 
         Raises:
-            ValueError: If ``dtype`` is not a floating-point dtype of 16 bits or more, or is too
-                narrow, or ``device`` is meta, where values would be lost.
-            NameMismatchError: If names or shapes of the model have changed.
+            ValueError: If ``device`` is meta, where values would be lost.
             RuntimeError: If torch does not know the device, or it has too little memory.
 
         Example:
-            >>> import torch
             >>> from modkit import EMA, nn
-            >>> ema = EMA(nn.Linear(1, 1)).to("cpu", torch.float64)
+            >>> ema = EMA(nn.Linear(1, 1)).to("cpu")
             >>> ema.update()
-            >>> {name: tensor.dtype for name, tensor in ema.named_averages()}
-            {'weight': torch.float64, 'bias': torch.float64}
+            >>> ema.device
+            device(type='cpu')
         """
-        if dtype is not None:
-            if not (dtype.is_floating_point and dtype.itemsize > 1):
-                raise ValueError(f"EMA.to(): dtype must be a floating-point dtype, got {dtype}")
-            remedy = (
-                "To export an average, use averaged_model().to(dtype) or export_average(dtype=)."
-            )
-            self._engine.options.check_width("EMA.to(): dtype is", dtype, remedy)
-
-        self._engine.to(None if device is None else torch.device(device), dtype)
-        self._follow()
+        self._engine.to(torch.device(device))
         return self
 
     @critical
@@ -977,9 +907,8 @@ class EMA(Generic[ModelT_co]):
         """Load the state of an ``EMA``, averages of another library, or plain averaged weights.
 
         Averaging resumes with bitwise identical results. Schedule, ``update_every`` and
-        ``update_after_step`` are those of the state, with a warning where they differ. The device
-        stays, and so does the precision, except that averages of an ``EMA`` which were saved in a
-        wider dtype keep it. A state of an older version migrates as the model's does, see
+        ``update_after_step`` are those of the state, with a warning where they differ. Device and
+        precision stay. A state of an older version migrates as the model's does, see
         :mod:`modkit.migrations`. Supported are torch's ``AveragedModel``, timm's ``ModelEmaV3``,
         diffusers' ``EMAModel``, ema-pytorch, torch_ema and Lightning. An empty state starts anew,
         with a warning. A state from inside :meth:`applied` also loads its training weights into the
@@ -1006,8 +935,8 @@ class EMA(Generic[ModelT_co]):
             NameMismatchError: If names or shapes of the state are not those of the model.
             RuntimeError: If the model holds an average, inside :meth:`applied` or between
                 :meth:`copy_to` and :meth:`restore`; if torch has no kernels for the layout of a
-                parameter (see :meth:`update`); or if a parameter is on the meta device, unless the
-                averages have a device of their own.
+                parameter (see :meth:`update`); or if a parameter has no values yet, because it is
+                uninitialized (lazy) or on the meta device.
 
         Warns:
             UserWarning: If the state is empty, changes an option, has no counter although that
@@ -1064,7 +993,6 @@ class EMA(Generic[ModelT_co]):
             self._engine.load(loaded, named)
         for tensor, value in raw:
             write(tensor, value)
-        self._follow()
 
         self.step = loaded.step
         self._start = loaded.start
@@ -1086,36 +1014,14 @@ class EMA(Generic[ModelT_co]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # As ``copy.deepcopy`` does, while no other thread changes the averages.
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        vars(copied).update(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
-    @critical
     def __getstate__(self) -> dict[str, Any]:
-        # A copied model does not hold the average any more: it gets the training weights. They are
-        # paired with tensors, because a model that holds its own averages is not complete when
-        # these are copied.
-        weights = self.training_weights()
-        raw: list[tuple[Tensor, Tensor]] = []
-        if weights:
-            named = NamedTensors(self.model)
-            raw = [(named.tensor(name), value) for name, value in weights.items()]
-
-        return {
-            **vars(self),
-            "_module": None,
-            "_raw": raw,
-            "_stored": {} if self._overwritten else self._stored,
-            "_overwritten": [],
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        raw: list[tuple[Tensor, Tensor]] = state.pop("_raw")
-        self.__dict__.update(state)
-        # In a block a tensor and its average share memory, and so do their copies.
-        with torch.no_grad():
-            for tensor, value in raw:
-                give_memory(tensor, value)
-        self._engine.see_again()
+        # A copied model would hold the average for good.
+        remedy = "Copy it outside, or take its state_dict(), which has the training weights too."
+        self._check_restored("copying or pickling an EMA", self.model, remedy)
+        return vars(self)
 
 
 publish("modkit", EMA)

@@ -1,32 +1,33 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
-from collections.abc import Mapping, Sequence, Set as AbstractSet
+import operator
+from collections.abc import Sequence, Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 
 from modkit._interrupts import uninterrupted
-from modkit._messages import MSG_EMPTIED, MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
+from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import batch_norm, precision, state as ema_state
 from modkit.averaging.options import Options, check_index
 from modkit.averaging.recipe import Cache, Copies, Plan, Walk
 from modkit.averaging.rules import Rule
-from modkit.averaging.sharding import (
-    check_shards,
-    local_shard,
-    shards_of,
-)
+from modkit.averaging.sharding import check_shards, is_sharded, shards_of
 from modkit.averaging.storage import Average, Tensors
-from modkit.averaging.swap import Pairing
+from modkit.averaging.swap import Pairing, versions_of
 from modkit.averaging.tensors import (
     Member,
     NamedTensors,
+    address_of,
     check_match,
+    copy_of,
+    is_wrapper,
+    pairs_for,
     shapes_of,
-    versions_of,
+    write,
+    write_all,
 )
 
 
@@ -67,11 +68,13 @@ class Engine:
         self.swaps: Cache[Pairing] = Cache()
         # The model's tensors when they were last seen under these names, each with its address.
         self._seen: dict[str, tuple[Tensor, int]] = {}
+        # The copy of the model that stays at the first average, and the tensors that it was given.
+        self._module: torch.nn.Module | None = None
+        self._followed: dict[str, Tensor] = {}
         # Whether parameters that begin to train get averages, with trainable_only=True.
         self.follows_unfrozen: bool = False
-        # Names of the parameters that have elements, unless they are uninitialized.
-        tensors = ((name, member.tensor) for name, member in named.parameters.items())
-        self._filled = {name for name, tensor in tensors if is_lazy(tensor) or tensor.numel()}
+        # Names of the parameters that were there, whether or not they train.
+        self._names = {*named.parameters}
 
     def step(self, model: torch.nn.Module, rule: Rule, count: int) -> bool:
         """Take one step towards a model's tensors, which must be those that are averaged.
@@ -98,6 +101,8 @@ class Engine:
         self.begun = self.begun or taken
         for average in self.averages:
             average.statistics.clear()
+        if self._module is not None:
+            self.follow()
         return taken
 
     def own(self) -> NamedTensors:
@@ -117,7 +122,6 @@ class Engine:
         named = self._named(model)
         _check_materialized(named)
         averaged, copied = self._split(model, named)
-        self.check_filled("EMA", averaged)
         _check_layouts(averaged, copied)
 
         if self.begun:
@@ -135,7 +139,7 @@ class Engine:
         if sum(average.place(averaged) for average in self.averages):
             self._forget_plans()
         # Those of another model would be kept alive.
-        own = named if model is self.model else NamedTensors(self.model)
+        own = self.own()
         self._see({name: own.tensor(name) for name in averaged if own.member(name) is not None})
 
         # Buffers may come and go.
@@ -161,7 +165,7 @@ class Engine:
         averaged, copied = self.options.split(named, present)
         if self.options.trainable_only and model is not self.model:
             # Which parameters train is a matter of the tracked model, not of another one.
-            own = NamedTensors(self.model)
+            own = self.own()
             frozen = own.parameters.keys() - self.options.split(own, present)[0].keys()
             averaged = {name: tensor for name, tensor in averaged.items() if name not in frozen}
         return averaged, copied
@@ -177,7 +181,7 @@ class Engine:
         present = self.averages[0].tensors
         new = averaged.keys() - present.keys()
         # Parameters that were there when the averages were created, and did not train.
-        is_unfrozen = new and self.options.trainable_only and new <= self._filled
+        is_unfrozen = new and self.options.trainable_only and new <= self._names
         if is_unfrozen and self.follows_unfrozen and present.keys() <= averaged.keys():
             with uninterrupted(), torch.inference_mode(False), torch.no_grad():
                 self.rebind()
@@ -188,12 +192,6 @@ class Engine:
             shapes_of(averaged),
             end=MSG_UNFROZEN if is_unfrozen else MSG_REBIND,
         )
-
-    def check_filled(self, owner: str, tensors: Tensors) -> None:
-        """Raise RuntimeError, by name, for a parameter that has become empty."""
-        for name, tensor in tensors.items():
-            if name in self._filled and not tensor.numel():
-                raise RuntimeError(MSG_EMPTIED.format(owner=owner, name=name))
 
     def writes(self) -> int:
         """Return how often a parameter that is averaged was written to, as far as torch counts."""
@@ -299,18 +297,16 @@ class Engine:
         Raises:
             NameMismatchError: If names or shapes of the state are not those of the model.
             ValueError: If an average is complex and its parameter real, or the other way round.
-            RuntimeError: If torch has no kernels for the layout of a parameter, or it is on the
-                meta device and the averages have no device of their own.
+            RuntimeError: If torch has no kernels for the layout of a parameter, or it is lazy or on
+                the meta device.
         """
-        averaged, copied_names, saved_averages = ema_state.matched(loaded, named, self.options)
+        _check_materialized(named)
+        averaged, copied, saved_averages = ema_state.matched(loaded, named, self.options)
         _check_layouts(averaged)
-        if self.options.device is None:
-            _check_not_meta(averaged)
 
         averages = [Average(self.options) for _ in self.averages]
         for index, (average, tensors) in enumerate(zip(averages, saved_averages, strict=True)):
-            # That of a model that was cast since keeps its width; another library's does not.
-            average.start(averaged, at_least={} if loaded.foreign else tensors)
+            average.start(averaged)
             with ema_state.constructing(f"averages[{index}]"):
                 average.load_state_dict({**loaded.averages[index], "tensors": tensors})
                 # Those of a layer that the model has lost since are dropped.
@@ -320,20 +316,17 @@ class Engine:
         device = self.options.device
         copies: dict[str, Any] = {}
         for name, buffer in loaded.buffers.items():
-            if name not in copied_names:
-                continue
-            member = named.member(name)
-            # A lazy model may not have it yet.
-            like = buffer if member is None else member.tensor
-            with ema_state.constructing(f"buffers[{name!r}]"):
-                copies[name] = shards_of(buffer, like).to(device, copy=True)
+            if name in copied:
+                with ema_state.constructing(f"buffers[{name!r}]"):
+                    copies[name] = shards_of(buffer, copied[name]).to(device, copy=True)
 
         # Nothing below fails.
-        self._see({} if named.has_lazy() else averaged)
+        self._see(averaged)
         self._copies = copies
         self._forget_plans()
         self.averages = averages
         self.begun = True
+        self.follow()
 
     def _forget_plans(self) -> None:
         """Drop what is cached of averages that are replaced."""
@@ -348,6 +341,7 @@ class Engine:
         self.begun = False
         for average in self.averages:
             average.reset()
+        self.follow()
 
     def rebind(self) -> None:
         """Take in parameters that the model has got, and drop those that it has lost.
@@ -366,41 +360,31 @@ class Engine:
 
         former_names = self._former_names(named)
         averaged, copied = self.options.split(named, former_names)
-        self.check_filled("EMA", averaged)
         _check_any(averaged)
         _check_layouts(averaged, copied)
         if self.options.on_nonfinite != "ignore":
-            self._check_new(averaged, former_names)
+            # The average of a new one starts as a copy.
+            precision.check_finite("EMA", averaged, self.options.process_group)
 
         self._forget_plans()
-        self.averages = [
-            average.resized(averaged, self.options, former_names) for average in self.averages
-        ]
+        # Without statistics, which were computed for other weights.
+        self.averages = [average.resized(averaged, former_names) for average in self.averages]
         self._see(averaged)
         for name in self._copies.keys() - named.names():
             del self._copies[name]
-        # They were computed for other weights.
-        for average in self.averages:
-            average.statistics = {}
+        self.follow()
 
-    def _check_new(self, averaged: Tensors, former_names: Mapping[str, str]) -> None:
-        """Raise RuntimeError if a new tensor is not finite: its average starts as a copy."""
-        shapes = shapes_of(self.averages[0].tensors)
-        former_shapes = {name: shapes.get(former_names.get(name, "")) for name in averaged}
-        new = {name: t for name, t in averaged.items() if t.shape != former_shapes[name]}
-        precision.check_finite("EMA", new, self.options.process_group)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": None, "_followed": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.see_again()
-
-    def see_again(self) -> None:
-        """Note the addresses of tensors that were copied, or were given other memory."""
+        vars(self).update(state)
+        # Copied tensors have other addresses.
         self._see({name: tensor for name, (tensor, _) in self._seen.items()})
 
     def _see(self, averaged: Tensors) -> None:
         """Remember which tensors are averaged under these names."""
-        self._seen = {name: (tensor, _address(tensor)) for name, tensor in averaged.items()}
+        self._seen = {name: (tensor, address_of(tensor)) for name, tensor in averaged.items()}
 
     def _former_names(self, named: NamedTensors) -> dict[str, str]:
         """Map names of the model to those that their averages have.
@@ -428,45 +412,85 @@ class Engine:
                 has_average = name in self.averages[0].tensors
                 if has_average and (seen is None or id(seen[0]) not in present):
                     former_names[name] = name
-            elif former == name or self._seen[former][1] == _address(member.tensor):
+            elif former == name or self._seen[former][1] == address_of(member.tensor):
                 former_names[name] = former
         return former_names
 
-    def to(self, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        """Move and cast the averages, and keep later ones there.
+    def to(self, device: torch.device) -> None:
+        """Move the averages and the copies, and keep later ones there."""
+        options = replace(self.options, device=device)
+        # All of them first: a device may have too little memory.
+        moved = [{n: t.to(device) for n, t in a.tensors.items()} for a in self.averages]
+        copies = {name: copy.to(device) for name, copy in self.copied().items()}
 
-        Args:
-            device: Device of the averages and the copies. None leaves it.
-            dtype: Dtype of floating-point averages. None leaves it.
-
-        Raises:
-            NameMismatchError: If names or shapes of the model have changed.
-        """
-        options = replace(
-            self.options, device=device or self.options.device, dtype=dtype or self.options.dtype
-        )
-        averaged: dict[str, Tensor] = {}
-        if self.begun:
-            averaged, _ = self._split(self.model, NamedTensors(self.model))
-            self._check_averaged(averaged)
-
-        same_names = {name: name for name in averaged}
-        self.averages = [
-            average.resized(averaged, options, same_names) for average in self.averages
-        ]
-        self.options = options
         self._forget_plans()
-        if device is not None:
-            self._copies = {name: copy.to(device) for name, copy in self.copied().items()}
+        self.options = options
+        self._copies = copies
+        for average, tensors in zip(self.averages, moved, strict=True):
+            average.options = options
+            average.tensors = tensors
+            average.set_statistics({**average.statistics})
+        self.follow()
 
+    def averaged_model(self, index: int) -> Any:
+        """Return a copy of the model with an average, in eval mode, without gradients."""
+        model = copy_of(self.model)
+        named, values = self.matched(model, index)
+        pairs = pairs_for(named, values)
+        write_all([tensor for _, tensor, _ in pairs], [value for _, _, value in pairs])
+        # One by one: a ScriptModule has no ``requires_grad_``.
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        return model.eval()
 
-def _address(tensor: Tensor) -> int:
-    """Return where the elements of a tensor are, or 0 if it has no memory of its own."""
-    try:
-        return local_shard(tensor).data_ptr()
-    except RuntimeError:
-        # Tensors without storage, such as functorch's wrappers, and uninitialized parameters.
-        return 0
+    def module(self) -> Any:
+        """Return the copy of the model that stays at the first average."""
+        self.follow(always=True)
+        if self._module is None:
+            self._module = self.averaged_model(0)
+            self.follow(always=True)
+        return self._module
+
+    def follow(self, *, always: bool = False) -> None:
+        """Give the module, to which the user may have a reference, the memory of the averages.
+
+        What has another dtype or device, wraps other tensors or is not averaged is copied.
+        """
+        averages = self.named(0)
+        before = self._followed
+        is_current = len(averages) == len(before) and all(
+            map(operator.is_, averages.values(), before.values())
+        )
+        if self._module is None or (is_current and not always):
+            return
+
+        own = self.own()
+        named = NamedTensors(self._module)
+        self._followed = averages
+        members = named.all()
+        if not own.is_like(named):
+            # References keep its present values; the next access makes another one.
+            for name in members.keys() & before.keys():
+                members[name].tensor.data = members[name].tensor.data.clone()
+            self._module = None
+            self._followed = {}
+            return
+
+        for name, member in members.items():
+            tensor = member.tensor
+            source = own.tensor(name)
+            value = averages.get(name, source)
+            place = source.dtype, source.device
+            former = before.get(name, source)
+            if is_wrapper(tensor) or is_sharded(value):
+                write(tensor, value)
+            elif value is not source and (value.dtype, value.device) == place:
+                tensor.data = value
+            elif former is not source or (tensor.dtype, tensor.device) != place:
+                # A write might go to the memory of a former average.
+                tensor.data = value.to(source.device, source.dtype, copy=True)
+            else:
+                write(tensor, value)
 
 
 def check_model(model: object) -> None:
@@ -508,15 +532,11 @@ def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
 
 
 def _check_materialized(named: NamedTensors) -> None:
+    """Raise RuntimeError for a parameter without values, on the meta device by name."""
     if named.has_lazy():
         raise RuntimeError("EMA: a parameter is uninitialized; call the model once before update()")
-    _check_not_meta({name: member.tensor for name, member in named.parameters.items()})
-
-
-def _check_not_meta(tensors: Tensors) -> None:
-    """Raise RuntimeError, by name, for a tensor on the meta device, where its average would be."""
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
+    for name, member in named.parameters.items():
+        if member.tensor.is_meta:
             raise RuntimeError(
                 f"EMA: {name} is on the meta device and has no values; call model.to_empty() and "
                 "initialize or load the model first. Nothing has been changed."

@@ -22,7 +22,7 @@ from modkit._upstream import (
 )
 from modkit.averaging.precision import HOST_DEVICES
 from modkit.averaging.sharding import local_shard
-from modkit.averaging.tensors import versions_of
+from modkit.averaging.swap import versions_of
 
 
 _Parameters: TypeAlias = Callable[[], Iterable[torch.Tensor]]

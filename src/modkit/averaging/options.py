@@ -113,8 +113,6 @@ class Options:
     on_nonfinite: OnNonfinite = "ignore"
     seed: int = 0
     process_group: Any = None
-    # That of ``EMA.to``, which takes precedence over ``precision``.
-    dtype: torch.dtype | None = None
     # ``AveragedModel`` copies parameters that are not averaged, and averages integers, which
     # truncates, as torch does.
     copy_rest: bool = False
@@ -216,9 +214,7 @@ class Options:
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which the average of a tensor of ``dtype`` is kept."""
-        # ``EMA.to`` casts to a floating-point dtype, which complex numbers do not fit.
-        cast_to = self.dtype if dtype.is_floating_point else None
-        return cast_to or kept_dtype(dtype, self.precision)
+        return kept_dtype(dtype, self.precision)
 
     def check_width(self, problem: str, dtype: torch.dtype, remedy: str) -> None:
         """Raise ValueError if a dtype has fewer bits than ``precision`` promises."""

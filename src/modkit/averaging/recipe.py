@@ -32,7 +32,8 @@ from modkit.averaging.storage import Average, Tensors
 from modkit.averaging.tensors import Member, NamedTensors, Registry
 
 
-_TABLES: Final = ("_modules", "_parameters", "_buffers")
+# The tables in which a module has its members.
+TABLES: Final = ("_modules", "_parameters", "_buffers")
 _requires_grad: Final = operator.attrgetter("requires_grad")
 
 
@@ -71,10 +72,10 @@ class Watch:
         unknown: bool = False,
     ) -> None:
         self._unknown = unknown
-        self._places = [(state, name) for state in states for name in _TABLES if state[name]]
+        self._places = [(state, name) for state in states for name in TABLES if state[name]]
         # No ``starmap``, which the compiler of torch 2.8 cannot follow.
         self._tables = [state[name] for state, name in self._places]
-        compared = _TABLES if buffers else ("_modules", "_parameters")
+        compared = TABLES if buffers else ("_modules", "_parameters")
         registries = {id(table): table for table in tables}
         registries |= {id(state[name]): state[name] for state in states for name in compared}
         named = [state["_buffers"] for state in states if id(state["_buffers"]) not in registries]

@@ -370,21 +370,17 @@ def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
 
 def matched(
     loaded: LoadedState, members: NamedTensors, options: Options
-) -> tuple[dict[str, Tensor], set[str], list[dict[str, Tensor]]]:
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[dict[str, Tensor]]]:
     """Compare the names and shapes of a state with those of a model.
 
-    A lazy model has no shapes yet, and takes every name of the state. It returns the model's
-    averaged tensors by name, or the saved ones for a lazy model; the names of copied buffers; and
-    the tensors of each average.
+    It returns the model's averaged tensors and its copied buffers by name, and the saved tensors of
+    each average.
     """
     # Nothing is computed over a tensor whose shape has not been compared: a file of a few bytes may
     # expand one to any size.
-    averaged: dict[str, Tensor] = dict(loaded.averages[0]["tensors"])
-    copied = set(loaded.buffers)
-    if not members.has_lazy():
-        averaged, others = options.split(members, averaged)
-        copied = {member.name for member in others}
-        _check_like("buffers", loaded.buffers, {member.name: member.tensor for member in others})
+    averaged, others = options.split(members, loaded.averages[0]["tensors"])
+    copied = {member.name: member.tensor for member in others}
+    _check_like("buffers", loaded.buffers, copied)
 
     tensors_of_each = [dict(stored["tensors"]) for stored in loaded.averages]
     for index, tensors in enumerate(tensors_of_each):
@@ -398,11 +394,10 @@ def matched(
 
         stored = loaded.averages[index]
         check_match(_MISFIT, shapes_of(averaged), shapes_of(tensors))
-        if not members.has_lazy():
-            # The model may have lost a layer since; its statistics are dropped.
-            statistics = {n: t for n, t in stored["statistics"].items() if n in members.buffers}
-            present = {name: members.buffers[name].tensor.shape for name in statistics}
-            check_match(_MISFIT, present, shapes_of(statistics))
+        # The model may have lost a layer since; its statistics are dropped.
+        statistics = {n: t for n, t in stored["statistics"].items() if n in members.buffers}
+        present = {name: members.buffers[name].tensor.shape for name in statistics}
+        check_match(_MISFIT, present, shapes_of(statistics))
 
         # The engine refuses the others, which torch cannot average.
         dense = {n: tensor for n, tensor in averaged.items() if tensor.layout == torch.strided}

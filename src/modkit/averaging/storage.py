@@ -3,17 +3,15 @@
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Generic, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeVar
 
 from modkit._messages import MSG_LEAVE_OUT, add_note
 from modkit._upstream import copy_
 from modkit.averaging.options import Options
-from modkit.averaging.sharding import is_sharded, local_shard, shards_of
-from modkit.averaging.tensors import NamedTensors, is_wrapper, write
+from modkit.averaging.sharding import local_shard, shards_of
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
@@ -42,21 +40,18 @@ class Average:
         # Batch normalization statistics for this average, until the next step.
         self.statistics: dict[str, Tensor] = {}
 
-    def start(self, members: Tensors, at_least: Tensors | None = None) -> None:
+    def start(self, members: Tensors) -> None:
         """Allocate an average; its values are those of the first step, which copies.
 
         Args:
             members: Tensors of the model by name. They give shapes and, with the options, dtypes
                 and devices.
-            at_least: Tensors by name, whose dtypes count where they are wider.
         """
         self.reset()
         device = self.options.device
         # In the order of the model, which is that of the state dict.
         for name, member in members.items():
             dtype = self.options.kept_dtype(member.dtype)
-            if at_least and self.options.dtype is None:
-                dtype = max(dtype, at_least[name].dtype, key=lambda kept: kept.itemsize)
             try:
                 tensor = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
             except NotImplementedError as error:
@@ -83,21 +78,18 @@ class Average:
                 self.tensors[name] = tensor.to(device, copy=True)
         return not all(map(operator.is_, self.tensors.values(), before))
 
-    def resized(
-        self, members: Tensors, options: Options, former_names: Mapping[str, str]
-    ) -> "Average":
-        """Return the average of other members, or of the same ones in another dtype or device.
+    def resized(self, members: Tensors, former_names: Mapping[str, str]) -> "Average":
+        """Return the average of other members.
 
         Args:
             members: Tensors of the model by name.
-            options: Options of the new average.
             former_names: Maps names of members to their names in this average. Members without a
                 name here start as a copy, and so do those of another shape.
 
         Returns:
             The new average, in memory of its own. This one is unchanged.
         """
-        new = Average(options)
+        new = Average(self.options)
         new.start(members)
         for name, tensor in new.tensors.items():
             average = self.tensors.get(former_names.get(name, ""))
@@ -106,7 +98,6 @@ class Average:
             new._take_over(name, average)
 
         new.generators = self.generators
-        new.set_statistics(self.statistics)
         return new
 
     def set_statistics(self, statistics: Tensors) -> None:
@@ -182,67 +173,3 @@ class Average:
         self.generators = {}
         for device, random_state in state["generators"].items():
             self.generator(torch.device(device)).set_state(random_state.cpu())
-
-
-ModelT = TypeVar("ModelT", bound=torch.nn.Module, default=torch.nn.Module)
-
-
-class AveragedCopy(Generic[ModelT]):
-    """A copy of a model whose tensors have the memory of averages, where dtype and device allow it.
-
-    The copy stays the same object when averages get other memory, so that references to it stay
-    true.
-    """
-
-    def __init__(self, module: ModelT) -> None:
-        self.module = module
-        # The averages at the latest refresh, and those whose memory the module has.
-        self._averages: dict[str, Tensor] = {}
-        self._shared: set[str] = set()
-
-    def is_current(self, averages: Mapping[str, Tensor]) -> bool:
-        """Return True if the averages are the tensors of the latest refresh."""
-        same_number = len(averages) == len(self._averages)
-        return same_number and all(map(operator.is_, averages.values(), self._averages.values()))
-
-    def refresh(self, model: NamedTensors, averages: dict[str, Tensor]) -> bool:
-        """Share the memory of averages that have the model's dtype and device, and copy the rest.
-
-        Args:
-            model: The model in training: dtypes, devices, and what is not averaged.
-            averages: The averages by name.
-
-        Returns:
-            False if the model has other names or shapes now. Then the module has memory of its own,
-            so that a reference to it does not change in part.
-        """
-        named = NamedTensors(self.module)
-        members = named.all()
-        if not model.is_like(named):
-            for name in self._shared & members.keys():
-                members[name].tensor.data = members[name].tensor.data.clone()
-            return False
-
-        shared: set[str] = set()
-        for name, member in members.items():
-            tensor = member.tensor
-            source = model.tensor(name)
-            # The model may have been sharded since the copy was made.
-            value = shards_of(averages.get(name, source), tensor)
-            place = source.dtype, source.device
-
-            # ``value`` is another tensor if it was sharded for this copy.
-            is_average = value is averages.get(name) and not (
-                is_sharded(tensor) or is_wrapper(tensor)
-            )
-            if is_average and (value.dtype, value.device) == place:
-                tensor.data = value
-                shared.add(name)
-            elif name in self._shared or (tensor.dtype, tensor.device) != place:
-                # A write would go to the memory of a former average.
-                tensor.data = value.to(source.device, source.dtype, copy=True)
-            else:
-                write(tensor, value)
-        self._averages = averages
-        self._shared = shared
-        return True

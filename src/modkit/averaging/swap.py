@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -25,70 +25,43 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit.averaging.recipe import Watch, Watched
+from modkit.averaging.recipe import TABLES, Watch, Watched
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.averaging.tensors import (
     NamedTensors,
     forget_casts,
-    get_version,
     is_wrapper,
     pairs_for,
-    pointers_of,
-    versions_of,
 )
 
 
 # Loops in C: no signal handler runs between two tensors.
 _get_data: Final = operator.attrgetter("data")
 _set_data: Final[Callable[[Tensor, Tensor], None]] = cast("Any", Tensor.data).__set__
-
-# The tables that are put back into a module, and how each is copied. Those of buffers are among
-# them: a parametrization that is removed may leave its tensor as a buffer, and a mask that is
-# removed is a buffer that the layer needs.
-_PUT_BACK: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "_parameters": dict,
-    "_buffers": dict,
-    "_non_persistent_buffers_set": set,
-    "_modules": dict,
-}
+_get_version: Final = operator.attrgetter("_version")
 
 
-def _computing_hooks(module: torch.nn.Module) -> dict[int, Any]:
-    """Return the hooks that compute a tensor: of pruning, and the older weight and spectral norm.
+def versions_of(tensors: list[Tensor], by_element: Iterable[int] = ()) -> list[int]:
+    """Return the version counters of tensors; inference tensors have none.
 
-    Torch tells them by a method ``remove``, which ends the computation. Other hooks are not part of
-    a swap: they may come and go, inside blocks too.
+    At the indices ``by_element`` may be sharded tensors: a write to one counts there, and a write
+    to its local shard here. Torch counts no write by its kernels for lists.
     """
-    hooks = module._forward_pre_hooks.items()
-    return {key: hook for key, hook in hooks if hasattr(hook, "remove")}
-
-
-class _Before(NamedTuple):
-    """A module as it was when a swap was prepared.
-
-    The tables of its parents keep it alive, and nothing the model itself, which a cached swap must
-    not.
-    """
-
-    reference: weakref.ref[torch.nn.Module]
-    kind: type
-    tables: dict[str, Any]
-    hooks: dict[int, Any]
-
-    @property
-    def module(self) -> torch.nn.Module:
-        module = self.reference()
-        assert module is not None, "the model of a swap is alive"
-        return module
+    try:
+        versions = list(map(_get_version, tensors))
+    except RuntimeError:
+        versions = [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    for index in by_element:
+        versions[index] += versions_of([local_shard(tensors[index])])[0]
+    return versions
 
 
 class Pairing(Watched):
     """Values for the tensors of a model, prepared once for all swaps until something changes.
 
-    Fusing layers, removing parametrizations, ``load_state_dict(assign=True)``, ``to()`` and
-    assignments put other objects into a model. A swap restores the data of tensors, so its tensors
-    have to be there, and are put back. Buffers that are not swapped may be replaced, as forwards
-    do, unless their module has to be put back.
+    Fusing layers, ``load_state_dict(assign=True)``, ``to()`` and assignments put other objects into
+    a model. A swap restores the data of tensors, so the tables that have lost one of them are put
+    back. Buffers that are not swapped may be replaced, as forwards do.
 
     Args:
         named: The tensors and modules of the model.
@@ -105,7 +78,7 @@ class Pairing(Watched):
         by_element: Indices of shards and of wrappers, whose data are not theirs: elements are
             exchanged.
         casts: Indices of values that have another dtype or device, or are for inference tensors.
-        recurrent: Recurrent layers of the model.
+        recurrent: Recurrent layers of the model that are swapped as a whole.
         watch: Notices tensors that were replaced, moved, cast or reshaped.
 
     Raises:
@@ -146,19 +119,18 @@ class Pairing(Watched):
             unknown=is_stale or named.has_lazy() or named.scripted,
         )
 
-        self._before: list[_Before] = []
-        for module in named.modules:
-            # C++ owns the registries of a scripted module, and makes new objects at each access.
-            if not isinstance(module, torch.jit.ScriptModule):
-                copies = {name: copy(getattr(module, name)) for name, copy in _PUT_BACK.items()}
-                hooks = _computing_hooks(module)
-                self._before.append(_Before(weakref.ref(module), type(module), copies, hooks))
-        # A parametrized module has a class to itself. Removing the parametrization also deletes the
-        # property that computes the tensor from that class.
-        kinds = [row.kind for row in self._before if "parametrizations" in row.tables["_modules"]]
-        self._classes = [(kind, dict(vars(kind))) for kind in kinds]
-        recurrent = (each for each in named.modules if isinstance(each, torch.nn.RNNBase))
-        self.recurrent: list[weakref.ref[torch.nn.RNNBase]] = [*map(weakref.ref, recurrent)]
+        # The model itself is not kept alive by what is cached for it.
+        self._before = [
+            (state, {table: dict(state[table]) for table in TABLES}) for state in named.states
+        ]
+        self._modules = [*map(weakref.ref, named.modules)]
+        # If only some weights are swapped, the others would stay in the memory of the one piece.
+        self.recurrent: list[weakref.ref[torch.nn.RNNBase]] = [
+            weakref.ref(module)
+            for module in named.modules
+            if isinstance(module, torch.nn.RNNBase)
+            and all(id(weight) in self.places for weight in module._flat_weights)
+        ]
 
     @override
     def adapt(self) -> bool:
@@ -170,76 +142,45 @@ class Pairing(Watched):
 
     def reshard(self) -> None:
         """Free the full parameters that a forward of FSDP may have left registered."""
-        reshard(before.module for before in self._before)
+        modules = (reference() for reference in self._modules)
+        reshard(module for module in modules if module is not None)
 
     def compact(self) -> None:
         """Give recurrent layers on CUDA averaged weights in one piece, as cuDNN wants them.
 
-        They are in new memory then. A layer keeps what it has if only some weights are swapped: the
-        others would stay in that memory when the block ends.
+        They are in new memory then.
         """
         for reference in self.recurrent:
             module = reference()
-            if module is not None and all(
-                id(weight) in self.places for weight in module._flat_weights
-            ):
+            if module is not None:
                 module.flatten_parameters()
 
     def put_back(self) -> list[str]:
-        """Put back swapped tensors, and modules of them, that were replaced; return their names."""
+        """Put back members of modules that have lost swapped tensors; return the names of these."""
         replaced: list[str] = []
         # From the leaves up, so that a child that was removed has its own members back.
-        for before in reversed(self._before):
-            names = self._replaced_in(before)
-            if names:
-                replaced = names + replaced
-                _put_back(before)
+        for state, tables in reversed(self._before):
+            names: list[str] = []
+            for table, members in tables.items():
+                current = state[table]
+                lost = [member for key, member in members.items() if current.get(key) is not member]
+                names += [name for member in lost for name in self._names_in(member)]
+            if not names:
+                continue
 
-        if replaced:
-            for kind, members in self._classes:
-                for name in members.keys() - vars(kind).keys():
-                    setattr(kind, name, members[name])
+            replaced = names + replaced
+            for table, members in tables.items():
+                state[table].clear()
+                state[table].update(members)
+                for key in members:
+                    # A plain tensor that took the place of the member would hide it.
+                    state.pop(key, None)
         return replaced
-
-    def _replaced_in(self, before: _Before) -> list[str]:
-        """Return the names of swapped tensors that a module, or a child of it, no longer has."""
-        names: list[str] = []
-        for table in ("_parameters", "_modules", "_buffers"):
-            current = getattr(before.module, table)
-            for key, member in before.tables[table].items():
-                # A module without swapped parameters may be replaced, as an adapter without an
-                # average is.
-                if member is not None and current.get(key) is not member:
-                    names += self._names_in(member)
-        return names
 
     def _names_in(self, member: Any) -> list[str]:
         """Return the names of swapped tensors: of one, or of all parameters below a module."""
-        tensors = [member]
-        if isinstance(member, torch.nn.Module):
-            below = set(map(id, member.modules()))
-            tensors = []
-            for before in self._before:
-                if id(before.module) in below:
-                    tensors += before.tables["_parameters"].values()
+        tensors = member.parameters() if isinstance(member, torch.nn.Module) else [member]
         return [self.names[self.places[id(t)]] for t in tensors if id(t) in self.places]
-
-
-def _put_back(before: _Before) -> None:
-    """Give a module the members that it had, and the hooks that compute tensors."""
-    module = before.module
-    for table, members in before.tables.items():
-        current = getattr(module, table)
-        current.clear()
-        current.update(members)
-        for key in members:
-            # A plain tensor that took the place of the member would hide it.
-            module.__dict__.pop(key, None)
-
-    for key in _computing_hooks(module).keys() - before.hooks.keys():
-        del module._forward_pre_hooks[key]
-    module._forward_pre_hooks.update(before.hooks)
-    module.__class__ = before.kind
 
 
 class Swap:
@@ -264,11 +205,9 @@ class Swap:
     def __init__(self, pairing: Pairing) -> None:
         self._pairing = pairing
         self.written: list[str] = []
-        # Lists of one order, that of the pairing. ``_held`` has local shards of sharded tensors.
-        self._held = pairing.tensors
+        # Lists of one order, that of the pairing.
         self._values = [*pairing.values]
         self.raws: list[Tensor] = []
-        self._pointers: list[int] = []
         self.versions: list[int] = []
 
     @critical
@@ -281,8 +220,11 @@ class Swap:
             # An inference tensor computes with the storage of another one only.
             with torch.inference_mode(raw.is_inference()):
                 self._values[index] = self._values[index].to(raw.device, raw.dtype, copy=True)
-        if pairing.by_element:
-            self._take_elements()
+        for index in pairing.by_element:
+            # FSDP has a pointer of its own to the shard, and a wrapper holds other tensors, so they
+            # are restored by writing to them. In inference mode, a DTensor cannot be detached.
+            with torch.inference_mode(False):
+                self.raws[index] = pairing.tensors[index].detach().clone()
 
         # In this order: a swap that is registered can be undone, whatever interrupts the exchange.
         active_swaps.append(self)
@@ -290,19 +232,8 @@ class Swap:
         forget_casts()
         if pairing.recurrent and not pairing.by_element:
             pairing.compact()
-        # By these, changes in the block are detected.
-        self._pointers, self.versions = self._marks()
-
-    def _take_elements(self) -> None:
-        """Clone the elements of shards and wrappers, which are restored by writing to them."""
-        self._held = [*self._held]
-        for index in self._pairing.by_element:
-            # FSDP has a pointer of its own to the shard, and a wrapper holds other tensors. In
-            # inference mode, a DTensor cannot be detached.
-            tensor = self._held[index]
-            with torch.inference_mode(False):
-                self.raws[index] = tensor.detach().clone()
-            self._held[index] = local_shard(tensor)
+        # By these, writes in the block are detected.
+        self.versions = versions_of(pairing.tensors, pairing.by_element)
 
     def _exchange(self, values: list[Tensor]) -> None:
         """Give the tensors other data: as pointers in one loop in C, unless some need copies."""
@@ -321,21 +252,6 @@ class Swap:
         else:
             tensor.data = value
 
-    def _marks(self) -> tuple[list[int], list[int]]:
-        """Return the present addresses and versions of the tensors."""
-        tensors = self._pairing.tensors
-        try:
-            pointers = list(map(Tensor.data_ptr, self._held))
-            versions = list(map(get_version, tensors))
-        except RuntimeError:
-            pointers = pointers_of(self._held)
-            versions = versions_of(tensors)
-        for index in self._pairing.by_element:
-            # A write to a sharded tensor counts there, one to its local shard here. Torch counts no
-            # write by its kernels for lists.
-            versions[index] += versions_of([self._held[index]])[0]
-        return pointers, versions
-
     def position(self, tensor: Tensor) -> int | None:
         """Return the index of a tensor in the lists, or None if it is not swapped."""
         return self._pairing.places.get(id(tensor))
@@ -353,7 +269,7 @@ class Swap:
         """
         if self._is_finalizing() or self not in active_swaps:
             return None
-        return self._undo(has_changed=self._pairing.watch.changed(metadata=False))
+        return self._undo(has_changed=self._pairing.watch.changed())
 
     @critical
     def _undo(self, *, has_changed: bool) -> str | None:
@@ -361,7 +277,7 @@ class Swap:
         pairing = self._pairing
         later = active_swaps[active_swaps.index(self) + 1 :]
         try:
-            problem = self._problem(later)
+            problem = self._problem(later, has_changed=has_changed)
         finally:
             if later:
                 self._undo_each(later)
@@ -393,26 +309,24 @@ class Swap:
             else:
                 above.raws[above._pairing.places[id(tensor)]] = raw
 
-    def _problem(self, later: list["Swap"]) -> str | None:
+    def _problem(self, later: list["Swap"], *, has_changed: bool) -> str | None:
         """Return a message for the first tensor that was changed and is not swapped again."""
-        pointers, versions = self._marks()
-        if not self._pointers or (pointers == self._pointers and versions == self.versions):
+        pairing = self._pairing
+        versions = versions_of(pairing.tensors, pairing.by_element)
+        if not self.versions or (versions == self.versions and not has_changed):
             return None
 
-        pairing = self._pairing
         for index, (name, tensor) in enumerate(zip(pairing.names, pairing.tensors, strict=True)):
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
-            # Memory that was moved as a whole, by ``share_memory()``, is still that of the value.
-            is_moved = pointers[index] != self._pointers[index]
-            is_replaced = is_moved and pointers[index] != pointers_of([self._values[index]])[0]
-            is_written = versions[index] != self.versions[index]
-            if not (is_replaced or is_written):
+            is_converted = _metadata_of(tensor) != _metadata_of(self.raws[index])
+            if versions[index] == self.versions[index] and not is_converted:
                 continue
             if name not in pairing.copied:
-                template = MSG_CONVERTED_INSIDE if is_replaced else self._written(index)
-                return self._message(index, template)
+                is_shared = index not in pairing.casts and index not in pairing.by_element
+                written = MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
+                return self._message(index, MSG_CONVERTED_INSIDE if is_converted else written)
             self.written.append(name)
             # A block around this one, with an average of the same model, is not told again.
             for swap in active_swaps:
@@ -421,17 +335,14 @@ class Swap:
                     swap.versions[place] = versions[index]
         return None
 
-    def _written(self, index: int) -> str:
-        """Return the message for a write, which has reached the average if the memory is shared."""
-        (pointer,) = pointers_of([local_shard(self._pairing.values[index])])
-        # A wrapper has no address, and was written to.
-        is_shared = pointer != 0 and pointer == self._pointers[index]
-        return MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
-
     def _message(self, index: int, template: str) -> str:
         if not isinstance(self._pairing.tensors[index], torch.nn.Parameter):
             template = f"{template}. {MSG_BUFFER_OPTION}"
         return template.format(name=self._pairing.names[index])
+
+
+def _metadata_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 class _Owner:

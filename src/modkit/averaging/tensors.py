@@ -20,6 +20,7 @@ from modkit.averaging.sharding import (
     has_shards,
     is_flattened,
     is_sharded,
+    local_shard,
     reshard,
     shards_of,
 )
@@ -424,27 +425,16 @@ def _compacted(model: ModelT) -> ModelT:
 def check_writable(names: Iterable[str], tensors: Iterable[Tensor]) -> None:
     """Raise RuntimeError, by name, for a tensor that cannot be written to, before one is."""
     for name, tensor in zip(names, tensors, strict=True):
-        kind = _read_only_kind(tensor)
-        if kind is not None:
+        is_inference = tensor.is_inference() and not torch.is_inference_mode_enabled()
+        # Several elements of an expanded tensor are one in memory, which torch refuses to write to.
+        is_dense = tensor.layout is torch.strided and not is_sharded(tensor)
+        is_expanded = is_dense and not tensor.is_contiguous() and 0 in tensor.stride()
+        if tensor.is_meta or is_inference or is_expanded:
             raise RuntimeError(
-                f"EMA: {name} is {kind} and cannot be written to. Give the model an ordinary "
-                "tensor, or use applied(), which exchanges storage. Nothing has been changed."
+                f"EMA: {name} cannot be written to: it is expanded, on the meta device, or an "
+                "inference tensor. Give the model an ordinary tensor, or use applied(), which "
+                "exchanges storage. Nothing has been changed."
             )
-
-
-def _read_only_kind(tensor: Tensor) -> str | None:
-    """Return what keeps a tensor from being written to, as errors name it; None if nothing does."""
-    if tensor.is_meta:
-        return "on the meta device"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "an inference tensor"
-    # Several elements of an expanded tensor are one in memory, which torch refuses to write to.
-    is_dense = tensor.layout is torch.strided and not is_sharded(tensor)
-    if is_dense and not tensor.is_contiguous():
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        if any(size > 1 and stride == 0 for size, stride in strides):
-            return "an expanded tensor"
-    return None
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
@@ -457,15 +447,6 @@ def write(tensor: Tensor, value: Tensor) -> None:
     """
     if tensor.shape == value.shape:
         copy_(tensor, shards_of(value, tensor))
-    else:
-        tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
-
-
-def give_memory(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values in memory of its own, which it may share with another tensor."""
-    if is_sharded(tensor) or is_wrapper(tensor):
-        # Their elements are exchanged in a swap, so they never share memory.
-        write(tensor, value)
     else:
         tensor.data = value.to(tensor.device, tensor.dtype, copy=True)
 
@@ -498,31 +479,13 @@ def is_wrapper(tensor: Tensor) -> bool:
     """
     if type(tensor) in PLAIN or tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    return tensor.numel() > 0 and _pointer(tensor) == 0
+    return tensor.numel() > 0 and address_of(tensor) == 0
 
 
-def pointers_of(tensors: list[Tensor]) -> list[int]:
-    """Return the addresses of tensors' elements; of sparse tensors, those of the stored values."""
-    return list(map(_pointer, tensors))
-
-
-def _pointer(tensor: Tensor) -> int:
+def address_of(tensor: Tensor) -> int:
+    """Return where the elements of a tensor are; 0 if it has no memory of its own."""
     try:
-        if tensor.layout is torch.strided:
-            return tensor.data_ptr()
-        is_coo = tensor.layout is torch.sparse_coo
-        return (tensor._values() if is_coo else tensor.values()).data_ptr()
+        return local_shard(tensor).data_ptr()
     except RuntimeError:
-        # Opaque layouts and wrappers have no address; their versions are compared all the same.
+        # Wrappers, opaque layouts and uninitialized parameters.
         return 0
-
-
-get_version: Final[Callable[[Tensor], int]] = operator.attrgetter("_version")
-
-
-def versions_of(tensors: list[Tensor]) -> list[int]:
-    """Return the version counters of tensors; inference tensors have none."""
-    try:
-        return list(map(get_version, tensors))
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

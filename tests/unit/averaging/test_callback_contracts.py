@@ -83,8 +83,8 @@ def in_block(name: str, *arguments: Any) -> Callable[[Any], object]:
 
 
 def write(ema: Any) -> None:
-    """Write to a weight."""
-    ema.model[0].weight.data = torch.zeros(6, 4)
+    """Give a weight other values in another dtype."""
+    ema.model[0].weight.data = torch.zeros(6, 4, dtype=torch.float64)
 
 
 def write_in(name: str) -> Callable[[Any], None]:

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,6 @@ OWN: dict[str, Callable[[Any], object]] = {
     "call": lambda callback: callback.ema(torch.ones(1, 4)),
     "averaged_model": lambda callback: callback.ema.averaged_model(),
     "update_bn": lambda callback: callback.ema.update_bn([torch.randn(4, 4)]),
-    "to": lambda callback: callback.ema.to(dtype=torch.float64),
 }
 OTHER: dict[str, Callable[[Any, nn.Module], object]] = {
     "update": lambda ema, model: ema.update(model),
@@ -196,33 +194,6 @@ def test_what_is_no_training_is_not_taken_for_one(read: str) -> None:
     resumed.load_state_dict(state)
     READS[read](resumed)
     READS[read](copy.deepcopy(resumed))
-
-
-@for_each("is_begun", [False, True])
-def test_a_parameter_that_has_become_empty_is_refused(is_begun: bool, tmp_path: Path) -> None:
-    """Its elements have to come back first; a parameter may be empty from the start."""
-    net = network()
-    net.register_parameter("nothing", nn.Parameter(torch.empty(0)))
-    net.register_parameter("left_out", nn.Parameter(torch.ones(2)))
-    ema = modkit.EMA(net, 0.5, exclude="left_out")
-    if is_begun:
-        ema.update()
-    elements = {name: parameter.data for name, parameter in net.named_parameters()}
-    for parameter in net.parameters():
-        parameter.data = torch.empty(0)
-    for call in ema.update, ema.rebind if is_begun else ema.update:
-        with pytest.raises(RuntimeError, match=r"^EMA: 0\.weight has become empty: it had"):
-            call()
-    assert ema.step == is_begun
-
-    for name, parameter in net.named_parameters():
-        parameter.data = elements[name] if name != "left_out" else torch.empty(0)
-    ema.update()
-    with pytest.raises(RuntimeError, match=r"^export_average: left_out has become empty"):
-        modkit.distributed.export_average(ema, tmp_path / "average.pt")
-    net.left_out.data = elements["left_out"]
-    modkit.distributed.export_average(ema, tmp_path / "average.pt")
-    net.load_state_dict(torch.load(tmp_path / "average.pt"))
 
 
 def of_another_shape(model: nn.Module) -> None:

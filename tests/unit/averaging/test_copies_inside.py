@@ -1,4 +1,4 @@
-"""Copies of averages that are made anywhere: they hold the averages and the training weights, apart."""
+"""Copies of averages: complete and apart, or refused where the model holds an average."""
 
 import copy
 import io
@@ -119,31 +119,41 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 
 @for_each("policy", POLICIES)
-@for_each("place", PLACES)
 @for_each("way", WAYS)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "with its model"])
-def test_a_copy_is_complete(way: str, place: str, policy: str, beside: bool) -> None:
+def test_a_copy_is_complete(way: str, policy: str, beside: bool) -> None:
     """It goes on bitwise as the original does, which the copy leaves alone."""
     callback = trained(policy)
     expected = values_of(callback)
-    with PLACES[place](callback):
-        if beside:
-            other = WAYS[way]({"model": callback.model, "callback": callback})["callback"]
-        else:
-            other = WAYS[way](callback)
+    if beside:
+        other = WAYS[way]({"model": callback.model, "callback": callback})["callback"]
+    else:
+        other = WAYS[way](callback)
 
     assert equal(values_of(other), expected)
     assert equal(values_of(callback), expected)
     assert len({tensor.data_ptr() for tensor in tensors_of(other).values()}) == len(expected)
     for one in callback, other:
-        # A model that was copied during an evaluation is in evaluation mode.
-        one.model.train()
         step(one, sgd(one.model), 3, 5)
     assert equal(values_of(other), values_of(callback))
     assert not equal(values_of(other), expected)
     with other.evaluating():
         inside = {name: tensor.clone() for name, tensor in other.model.named_parameters()}
     assert equal(inside, {name: dict(other.ema.named_averages())[name] for name in inside})
+
+
+@for_each("place", [place for place in PLACES if place != "outside"])
+@for_each("way", WAYS)
+def test_a_copy_is_refused_where_the_model_holds_an_average(way: str, place: str) -> None:
+    """The error says what to take, and the run goes on."""
+    callback = trained("copy")
+    expected = values_of(callback)
+    with PLACES[place](callback):
+        with pytest.raises(RuntimeError, match=r"Copy it outside, or take its state_dict\(\)"):
+            WAYS[way](callback)
+        assert "raw" in copy.deepcopy(callback.ema.state_dict())
+
+    assert equal(values_of(callback), expected)
 
 
 @for_each("place", ["applied", "evaluating", "hooks"])

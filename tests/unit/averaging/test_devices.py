@@ -209,16 +209,16 @@ def test_an_average_follows_its_model_to_another_device(precision: str) -> None:
     assert devices == [{"meta"}, {"cpu"}]
 
 
-def test_a_state_of_a_model_on_the_meta_device_needs_a_device_of_its_own() -> None:
-    """On the meta device its values would be lost, and the model is initialized after it."""
+def test_a_state_needs_a_model_that_is_initialized() -> None:
+    """On the meta device the values of averages would be lost."""
     saved = modkit.EMA(set_weight(nn.Linear(3, 2), 4.0), 0.5)
     saved.update()
     model = nn.Linear(3, 2, device="meta")
     ema = modkit.EMA(model, 0.5, device="cpu")
-    ema.load_state_dict(saved.state_dict())
     with pytest.raises(RuntimeError, match="weight is on the meta device"):
-        modkit.EMA(model, 0.5).load_state_dict(saved.state_dict())
+        ema.load_state_dict(saved.state_dict())
     set_weight(model.to_empty(device="cpu"), 2.0)
+    ema.load_state_dict(saved.state_dict())
     ema.update()
 
     assert all(average.eq(3.0).all() for _, average in ema.named_averages())

@@ -108,13 +108,6 @@ def test_models_of_torchscript_can_be_averaged(compiled: Callable[[Any], Any]) -
 # --- references ------------------------------------------------------------------------------------
 
 
-def there_and_back(ema: "modkit.EMA[Any]") -> None:
-    """Cast the averages, and cast them back."""
-    ema.to(dtype=torch.float64)
-    ema.update()
-    ema.to(dtype=torch.float32)
-
-
 def from_the_start(ema: "modkit.EMA[Any]") -> None:
     """Forget the averages, and begin again."""
     start_anew(ema)
@@ -138,7 +131,7 @@ EVENTS: dict[str, Callable[[Any], object]] = {
     "an earlier state": change_back,
     "from the start": from_the_start,
     "rebind": lambda ema: ema.rebind(),
-    "there and back": there_and_back,
+    "moved": lambda ema: ema.to("cpu"),
     "reshape a buffer": reshape_buffer,
     "share memory": share_memory,
 }

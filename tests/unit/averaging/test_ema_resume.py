@@ -117,17 +117,3 @@ def test_the_average_of_torch_goes_on() -> None:
         assert torch.equal(averaged(ours, name), value)
         assert torch.equal(back.module.state_dict()[name], value)
     assert ours.n_averaged == theirs.n_averaged.item()
-
-
-def test_the_dtype_that_to_asks_for_stays() -> None:
-    """It is the later choice: a wider state is cast to it, and so is that of another library."""
-    model = nn.Linear(3, 2, dtype=torch.bfloat16)
-    wide = modkit.EMA(model, precision="fp64")
-    wide.update()
-    ema = modkit.EMA(model, precision="same").to(dtype=torch.float32)
-    ema.load_state_dict(wide.state_dict())
-    plain = modkit.EMA(model, precision="same")
-    plain.load_state_dict(dict(wide.named_averages()), step=1)
-
-    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
-    assert {tensor.dtype for _, tensor in plain.named_averages()} == {torch.bfloat16}

@@ -257,13 +257,12 @@ def test_a_skipped_step_has_no_decay() -> None:
     assert seen == [0.0, 1 / 2, 1 / 2, 2 / 3]
 
 
-def test_it_cannot_be_set_and_the_error_has_a_remedy_that_works() -> None:
+def test_it_cannot_be_set_but_its_schedule_can() -> None:
     """A schedule that is assigned counts from the next update on."""
     model = model_of(1.0, torch.float64)
     ema = modkit.EMA(model, 0.5)
     ema.update()
-    remedy = r"ema\.schedules\[0\] = modkit\.schedules\.Constant\(0\.99\)\.$"
-    with pytest.raises(AttributeError, match=rf"EMA\.decay cannot be set to 0\.75.*{remedy}"):
+    with pytest.raises(AttributeError):
         ema.decay = 0.75
     ema.schedules[0] = Constant(0.75)
     set_to(model, 2.0)

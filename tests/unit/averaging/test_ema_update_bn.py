@@ -201,7 +201,7 @@ def test_moving_keeps_them_and_rebinding_drops_them() -> None:
     ema = trained(buffers="ignore")
     ema.update_bn(batches())
     expected = ema.averaged_model().state_dict()["1.running_mean"]
-    moved = ema.to(device="cpu", dtype=torch.float64).averaged_model().state_dict()
+    moved = ema.to("cpu").averaged_model().state_dict()
     ema.model[1] = nn.Identity()
     ema.rebind()
 
