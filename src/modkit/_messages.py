@@ -46,7 +46,8 @@ MSG_REBIND: Final = (
 
 MSG_UNFROZEN: Final = (
     "With trainable_only=True, those that are unexpected require gradients now: call EMA.rebind() "
-    "to begin their averages, or average all parameters. The averages are unchanged."
+    "to begin their averages, or average all parameters. PostHocEMA has to begin in another "
+    "directory. The averages are unchanged."
 )
 
 MSG_NO_UPDATE: Final = (

@@ -22,7 +22,7 @@ from tests.pairs import table
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds after which a pair that hangs ends the run, with its stack.
-LIMIT = 120
+LIMIT = 300
 
 
 def main() -> int:

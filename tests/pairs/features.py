@@ -29,13 +29,15 @@ class Feature:
     """A row: what happens before, during and after the training, and what must then be seen.
 
     Attributes:
-        traits: What situations may ask for; `Situation.needs` has them.
+        traits: What situations may ask for; they name one or more in `Situation.needs`.
         libraries: Packages without which the row is not run.
+        nests: Whether the view may be opened while it is open.
     """
 
     name: ClassVar[str]
     traits: ClassVar[frozenset[str]] = frozenset()
     libraries: ClassVar[tuple[str, ...]] = ()
+    nests: ClassVar[bool] = True
 
     def begin(self, world: World) -> Any:
         """Return the object that does the job."""
@@ -56,7 +58,7 @@ class Feature:
 
     def expected(self, world: World) -> Values:
         """Return the values that the view must show."""
-        return world.situation.renamed(reference(world.situation)[STEPS - 1])
+        return world.situation.current(world)
 
     def rebind(self, subject: Any) -> None:
         """Accept that names of the model have changed."""
@@ -90,7 +92,7 @@ def feature(name: str, *traits: str) -> Any:
 # Averages of `EMA`.
 
 
-@feature("update", "average", "rebinds")
+@feature("update", "average")
 class Update(Feature):
     def begin(self, world: World) -> Any:
         return modkit.EMA(world.model, DECAY, **world.situation.options)
@@ -112,7 +114,7 @@ class Update(Feature):
         return dict(subject.named_averages())
 
 
-@feature("attach", "average", "rebinds", "attaches")
+@feature("attach", "average")
 class Attach(Update):
     def begin(self, world: World) -> Any:
         return super().begin(world).attach(world.optimizer)
@@ -134,7 +136,7 @@ class ShowsModel(Update):
         return averaged(world.situation)
 
 
-@feature("applied", "model", "average", "rebinds", "block")
+@feature("applied", "model", "average", "block")
 class Applied(ShowsModel):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
@@ -142,8 +144,10 @@ class Applied(ShowsModel):
             yield world.net
 
 
-@feature("store, copy_to, restore", "model", "average", "rebinds", "copies")
+@feature("store, copy_to, restore", "model", "average", "block")
 class Store(ShowsModel):
+    nests = False
+
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         subject.store()
@@ -154,21 +158,21 @@ class Store(ShowsModel):
             subject.restore()
 
 
-@feature("averaged_model", "model", "average", "rebinds")
+@feature("averaged_model", "model", "average")
 class Averaged(ShowsModel):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         yield world.situation.unwrapped(subject.averaged_model())
 
 
-@feature("module", "model", "average", "rebinds")
+@feature("module", "model", "average")
 class OneModule(ShowsModel):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         yield world.situation.unwrapped(subject.module)
 
 
-@feature("update_bn", "model", "average", "rebinds", "block", "statistics")
+@feature("update_bn", "model", "average", "block")
 class UpdateBn(Applied):
     def before(self, world: World, subject: Any) -> None:
         subject.update_bn([world.situation.batch(number) for number in (100, 101)])
@@ -188,7 +192,7 @@ class UpdateBn(Applied):
         }
 
 
-@feature("export_average", "average", "rebinds", "writes")
+@feature("export_average", "average", "writes")
 class Export(Update):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
@@ -201,12 +205,13 @@ class Export(Update):
         return _only(averaged(world.situation), world.situation.saved(world))
 
 
-@feature("state of EMA", "average", "rebinds", "writes", "fresh")
+@feature("state of EMA", "average", "writes", "state")
 class State(Update):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         path = world.folder / "ema.pt"
-        modkit.save_checkpoint({"ema": subject.state_dict()}, path)
+        state = world.situation.passed(world, subject.state_dict())
+        modkit.save_checkpoint({"ema": state}, path)
         other = modkit.EMA(world.fresh(), DECAY, **world.situation.options)
         other.load_state_dict(modkit.load_checkpoint(path)["ema"])
         assert (other.step, other.n_averaged) == (subject.step, subject.n_averaged)
@@ -245,7 +250,7 @@ class PostHoc(Feature):
 # Callbacks.
 
 
-@feature("evaluating", "model", "average", "block", "attaches")
+@feature("evaluating", "model", "average", "block")
 class Evaluating(ShowsModel):
     def begin(self, world: World) -> Any:
         return modkit.EMACallback(world.model, world.optimizer, DECAY, **world.situation.options)
@@ -272,8 +277,10 @@ class Evaluating(ShowsModel):
         subject.ema.detach()
 
 
-@feature("evaluating by hooks", "model", "average", "attaches")
+@feature("evaluating by hooks", "model", "average", "block")
 class Hooks(Evaluating):
+    nests = False
+
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         subject.on_validation_start()
@@ -285,7 +292,7 @@ class Hooks(Evaluating):
         subject.on_validation_end()
 
 
-@feature("state of EMACallback", "model", "average", "attaches", "fresh")
+@feature("state of EMACallback", "model", "average", "state")
 class CallbackState(Evaluating):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
@@ -293,12 +300,12 @@ class CallbackState(Evaluating):
         other = modkit.EMACallback(
             model, torch.optim.SGD(model.parameters(), lr=0.1), DECAY, **world.situation.options
         )
-        other.load_state_dict(subject.state_dict())
+        other.load_state_dict(world.situation.passed(world, subject.state_dict()))
         with other.evaluating() as shown:
             yield shown
 
 
-@feature("AveragedModel", "model", "average", "copies the model")
+@feature("AveragedModel", "model", "average")
 class SwaModel(Feature):
     def begin(self, world: World) -> Any:
         return AveragedModel(
@@ -314,7 +321,11 @@ class SwaModel(Feature):
         yield world.situation.unwrapped(subject.module)
 
     def expected(self, world: World) -> Values:
-        return averaged(world.situation)
+        """Return the averages; what did not train when the object was made is copied."""
+        late = tuple(world.situation.late)
+        current = world.situation.current(world)
+        copied = {name: each for name, each in current.items() if late and name.startswith(late)}
+        return averaged(world.situation) | copied
 
     def own(self, subject: Any) -> Mapping[str, torch.Tensor]:
         return dict(subject.state_dict())
@@ -329,7 +340,8 @@ class Loading(Feature):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
         model = world.fresh(saved=True)
-        self.load(model, world.situation.state(world), world.situation)
+        state = world.situation.passed(world, world.situation.state(world))
+        self.load(model, state, world.situation)
         places = {each.data_ptr() for each in model.state_dict().values() if torch.is_tensor(each)}
         own = {each.data_ptr() for each in world.net.state_dict().values() if torch.is_tensor(each)}
         assert not (places & own) - {0}, "the loaded model shares memory"
@@ -360,7 +372,9 @@ class LoadMatching(Loading):
     def load(self, model: Any, state: Any, situation: Any) -> None:
         old = _renamed(state, lambda name: f"trunk.{name}".replace("norm.", "bn."))
         strip = ["trunk.", *filter(None, [situation.prefix])]
-        matched = modkit.load_matching(model, old, strip=strip, rename={"bn": "norm"})
+        # A stage of a pipeline may be without it.
+        rename = {"bn": "norm"} if "norm" in dict(model.named_children()) else {}
+        matched = modkit.load_matching(model, old, strip=strip, rename=rename)
         assert (matched.skipped, matched.missing) == ({}, [])
         members = {
             *dict(model.named_parameters(remove_duplicate=False)),
@@ -431,6 +445,11 @@ def _with_tied(found: Values, expected: Values) -> Values:
 PACKED = r"^body\.(scale|zero_point|_packed_params)"
 
 
+def _largest(world: World) -> str:
+    parameters = dict(world.net.named_parameters())
+    return max(parameters, key=lambda name: parameters[name].numel())
+
+
 def _content(path: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in [path, *path.rglob("*")] if each.is_file()}
 
@@ -443,7 +462,7 @@ def command(*arguments: object) -> str:
     return result.stdout
 
 
-@feature("save_checkpoint, load_checkpoint", "writes")
+@feature("save_checkpoint, load_checkpoint", "writes", "saves")
 class Checkpoint(Reading):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
@@ -481,8 +500,9 @@ class Verify(Reading):
         if world.situation.has_checksums:
             member = max(each for each in [path, *path.rglob("*")] if each.is_file())
             content = bytearray(path.read_bytes() if path.is_file() else member.read_bytes())
-            weight = plain(world.net.norm.bias)
-            bits = weight.contiguous().view(torch.uint8).numpy().tobytes()
+            weight = world.net.get_parameter(_largest(world))
+            own = plain(weight.to_local() if hasattr(weight, "to_local") else weight)
+            bits = own.contiguous().view(torch.uint8).numpy().tobytes()
             content[content.index(bits)] ^= 1
             flipped = path.with_name("flipped")
             flipped.write_bytes(content)
@@ -508,11 +528,11 @@ class Diff(Reading):
         torch.save(values, path.with_name("same.pt"))
         options = ("--values", "--key", "model", "--json")
         same = json.loads(command("diff", path, path.with_name("same.pt"), *options))
-        values["model"][world.situation.prefix + "norm.bias"] += 1
+        values["model"][world.situation.prefix + _largest(world)] += 1
         torch.save(values, path.with_name("other.pt"))
         result = invoke("diff", path, path.with_name("other.pt"), *options)
         assert result.exit_code == 1
-        assert "norm.bias" in json.dumps(json.loads(result.stdout))
+        assert _largest(world) in json.dumps(json.loads(result.stdout)["values"])
         assert same["equal"], same
         return self.expected(world)
 

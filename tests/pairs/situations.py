@@ -7,12 +7,15 @@ import concurrent.futures
 import contextlib
 import copy
 import gc
+import inspect
 import io
 import logging
+import math
 import os
 import pickle
 import resource
 import signal
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -23,12 +26,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map_only
 
 import modkit
 from tests.pairs.worlds import (
@@ -54,7 +59,7 @@ class Situation:
     """A column. The methods are the moments at which a situation can differ from the plain one.
 
     Attributes:
-        needs: A feature without one of these traits is not sensible here.
+        needs: A feature with none of these traits is not sensible here.
         libraries: Packages without which the column is not run.
         replaces: Whether `middle` gives the training another model and optimizer.
         new_names: Names of modules that `middle` has changed: old and new.
@@ -152,9 +157,17 @@ class Situation:
                 write(member, values[name])
         return model
 
+    def current(self, world: World) -> Values:
+        """Return the values that the model holds when the feature looks."""
+        return self.renamed(reference(self)[STEPS - 1])
+
     def state(self, world: World) -> Any:
         """Return the state of the training, as it is loaded or written."""
         return world.model.state_dict()
+
+    def passed(self, world: World, state: Any) -> Any:
+        """Return a state as it comes to the object that loads it."""
+        return state
 
     def write(self, world: World, path: Path, content: Any = None) -> Path:
         """Write the state below the key "model", or other content; return where it is."""
@@ -263,7 +276,7 @@ class Unfrozen(Situation):
     settles = MIDDLE
 
 
-@situation("unfrozen, trainable only", "rebinds")
+@situation("unfrozen, trainable only", "average")
 class TrainableOnly(Unfrozen):
     options = {"trainable_only": True}
     late = {"body": MIDDLE - 1}
@@ -370,7 +383,7 @@ class Counting(Net):
         return super().forward(x)
 
 
-@situation("buffers written in forward", "average")
+@situation("buffers written in forward")
 class WrittenBuffers(Situation):
     def build(self) -> torch.nn.Module:
         return Counting()
@@ -607,13 +620,48 @@ class Failing(Situation):
         super().look(world, feature, subject)
 
 
-@situation("Ctrl-C", "block")
+@situation("Ctrl-C")
 class CtrlC(Failing):
     error = KeyboardInterrupt
 
     def fail(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
+
+    def look(self, world: World, feature: Feature, subject: Any) -> None:
+        if "block" not in feature.traits:
+            # The first view does more than the next ones.
+            self._calls(feature, world, subject, math.inf)
+            count = self._calls(feature, world, subject, math.inf)
+            for part in (0.2, 0.5, 0.8) if count else ():
+                # The features see that a command ended with an error.
+                with pytest.raises((KeyboardInterrupt, ValueError, AssertionError)):
+                    self._calls(feature, world, subject, part * count)
+                compare(values_of(world.net), reference(self)[world.step - 1], "after Ctrl-C")
+        super().look(world, feature, subject)
+
+    def _calls(self, feature: Feature, world: World, subject: Any, last: float) -> int:
+        """Open a view, and interrupt it in a call of a function of modkit; return their number."""
+        count = 0
+
+        def called(frame: Any, event: str, _: object) -> None:
+            nonlocal count
+            is_modkit = str(frame.f_globals.get("__package__", "")).startswith("modkit")
+            # Errors in generators that nobody holds are ignored.
+            is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
+            if event == "call" and is_modkit and not is_generator:
+                count += 1
+                if count > last:
+                    sys.setprofile(None)
+                    self.fail()
+
+        sys.setprofile(called)
+        try:
+            with feature.view(world, subject):
+                pass
+        finally:
+            sys.setprofile(None)
+        return count
 
 
 @situation("generator left half way", "block")
@@ -625,7 +673,7 @@ class LeftGenerator(Situation):
                 yield
                 raise AssertionError("the generator went on")
 
-        generators = [evaluate(), evaluate()]
+        generators = [evaluate() for _ in range(1 + feature.nests)]
         for each in generators:
             next(each)
         # The first to open is the first to end.
@@ -639,7 +687,7 @@ class LeftGenerator(Situation):
         super().look(world, feature, subject)
 
 
-@situation("asyncio", "block")
+@situation("asyncio", "block", "writes")
 class Asyncio(Situation):
     def look(self, world: World, feature: Feature, subject: Any) -> None:
         async def evaluate() -> None:
@@ -649,14 +697,22 @@ class Asyncio(Situation):
                 self.verify(world, feature, shown)
 
         async def both() -> None:
-            await asyncio.gather(evaluate(), evaluate())
+            await asyncio.gather(*(evaluate() for _ in range(1 + feature.nests)))
 
         asyncio.run(both())
 
 
-@situation("second average", "average")
+@situation("second average")
 class SecondAverage(Situation):
     """Another average of the model has a block around the view, and one in it."""
+
+    is_open = False
+
+    def current(self, world: World) -> Values:
+        values = super().current(world)
+        if self.is_open:
+            values.update({name: torch.full_like(values[name], 2) for name in self.parameters()})
+        return values
 
     def look(self, world: World, feature: Feature, subject: Any) -> None:
         other = modkit.EMA(world.model, 0.9)
@@ -668,10 +724,12 @@ class SecondAverage(Situation):
             for each, value in zip(world.net.parameters(), saved, strict=True):
                 each.copy_(value)
         self.other = other
+        self.is_open = True
         with other.applied(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "EMA: the state was saved inside applied")
             super().look(world, feature, subject)
             self._is_other(world)
+        self.is_open = False
         super().look(world, feature, subject)
 
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
@@ -766,18 +824,27 @@ class Fork(Situation):
         assert os.waitpid(child, 0)[1] == 0, "it fails in a forked child"
 
 
-@situation("export", "model")
-class Export(Situation):
+class Called(Situation):
+    """The shown model is called in another way, or that in training, which is averaged."""
+
+    def called(self, world: World, shown: Any) -> torch.nn.Module:
+        return shown if isinstance(shown, torch.nn.Module) else world.net
+
+
+@situation("export", "model", "average")
+class Export(Called):
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
+        shown = self.called(world, shown)
         expected = evaluated(shown, self.batch(-1))
         with evaluation(shown):
             program = torch.export.export(shown, (self.batch(-1),)).module()
         assert torch.equal(program(self.batch(-1)), expected)
 
 
-@situation("functional_call", "model")
-class FunctionalCall(Situation):
+@situation("functional_call", "model", "average")
+class FunctionalCall(Called):
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
+        shown = self.called(world, shown)
         other = self.holding(world, reference(self)[0])
         expected = evaluated(other, self.batch(-1))
         with evaluation(shown):
@@ -785,9 +852,10 @@ class FunctionalCall(Situation):
         assert torch.equal(found, expected)
 
 
-@situation("vmap", "model")
-class Vmap(Situation):
+@situation("vmap", "model", "average")
+class Vmap(Called):
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
+        shown = self.called(world, shown)
         models, inputs = [shown, self.holding(world, reference(self)[0])], self.batch(-1)
         expected = torch.stack([evaluated(each, inputs) for each in models])
         for member, other in zip(shown.parameters(), models[1].parameters(), strict=True):
@@ -914,14 +982,25 @@ class SecondRun(Situation):
 # Files, and what is in them.
 
 
-@situation("plain dict", "loads")
+class InFile(Situation):
+    """States come from a file, which torch reads."""
+
+    def passed(self, world: World, state: Any) -> Any:
+        path = self.write(world, world.folder / "passed.pt", {"model": state})
+        return self.read(path, state)
+
+    def read(self, path: Path, state: Any) -> Any:
+        return torch.load(path, weights_only=False)["model"]
+
+
+@situation("plain dict", "loads", "reads", "saves")
 class PlainDict(Situation):
     def state(self, world: World) -> Any:
         return dict(super().state(world).items())
 
 
-@situation("old format", "reads")
-class OldFormat(Situation):
+@situation("old format", "reads", "loads", "state")
+class OldFormat(InFile):
     """The format from before torch 1.6, which has no checksums."""
 
     has_checksums = False
@@ -937,15 +1016,15 @@ class OldFormat(Situation):
             return action()
 
 
-@situation("foreign class in the file", "reads")
-class ForeignClass(Situation):
+@situation("foreign class in the file", "reads", "loads", "state")
+class ForeignClass(InFile):
     def write(self, world: World, path: Path, content: Any = None) -> Path:
         content = content or {"model": self.state(world)}
         return super().write(world, path, {**content, "loss": torch.nn.MSELoss(), "world": Net})
 
 
-@situation("DCP", "reads")
-class DistributedCheckpoint(Situation):
+@situation("DCP", "reads", "loads", "state")
+class DistributedCheckpoint(InFile):
     """A folder of `torch.distributed.checkpoint`, which has the tensors one by one."""
 
     has_checksums = False
@@ -960,6 +1039,16 @@ class DistributedCheckpoint(Situation):
             warnings.simplefilter("ignore")
             checkpoint.save(content, storage_writer=writer, no_dist=True)
         return path
+
+    def read(self, path: Path, state: Any) -> Any:
+        """Read into a state with other values, as users do."""
+        from torch.distributed import checkpoint
+
+        content = {"model": tree_map_only(Tensor, torch.zeros_like, state)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            checkpoint.load(content, checkpoint_id=path, no_dist=True)
+        return content["model"]
 
 
 @situation("full disk", "writes")
@@ -998,7 +1087,7 @@ class Ranks(Situation):
     ranks = 2
 
 
-@situation("DDP", "average")
+@situation("DDP")
 class Ddp(Ranks):
     prefix = "module."
 
@@ -1009,9 +1098,11 @@ class Ddp(Ranks):
         return getattr(model, "module", model)
 
 
-@situation("DDP, saver of one rank", "average")
+@situation("DDP, saver of one rank")
 class Saver(Ddp):
     """Only the first rank looks at averages and saves them."""
+
+    prefix = ""
 
     def build_as_trained(self, world: World) -> torch.nn.Module:
         return Net()
@@ -1019,12 +1110,15 @@ class Saver(Ddp):
     def final(self) -> torch.nn.Module:
         return Net()
 
+    def state(self, world: World) -> Any:
+        return world.net.state_dict()
+
     def look(self, world: World, feature: Feature, subject: Any) -> None:
         if torch.distributed.get_rank() == 0:
             super().look(world, feature, subject)
 
 
-@situation("FSDP2", "average")
+@situation("FSDP2")
 class Fsdp2(Ranks):
     """One layer is sharded by itself, and the rest, of uneven rows, with the root."""
 
@@ -1037,7 +1131,7 @@ class Fsdp2(Ranks):
         return fully_shard(model, mesh=mesh)
 
 
-@situation("TP", "average")
+@situation("TP")
 class TensorParallel(Ranks):
     """One layer is sharded by columns, one by uneven rows, and one is whole."""
 
@@ -1047,6 +1141,45 @@ class TensorParallel(Ranks):
             "head": ColwiseParallel(output_layouts=Replicate()),
         }
         return parallelize_module(super().build(), init_device_mesh("cpu", (self.ranks,)), plan)
+
+
+class Half(Net):
+    """The layers of one of two stages, under their names in the whole model."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        for name in ("body", "norm") if stage else ("head",):
+            delattr(self, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) if "head" in self._modules else self.norm(self.body(x)).relu()
+
+
+@situation("pipeline stage")
+class PipelineStages(Ranks):
+    """Each rank has one stage of the model."""
+
+    def build(self) -> torch.nn.Module:
+        return Half(torch.distributed.get_rank())
+
+    def batch(self, number: int) -> Tensor:
+        """Return inputs of the stage."""
+        size = (8, 6 if torch.distributed.get_rank() else 4)
+        return torch.randn(size, generator=torch.Generator().manual_seed(number))
+
+    def train(self, world: World, inputs: Tensor) -> None:
+        # Examples of the inputs and outputs of half a batch.
+        example = torch.zeros_like(inputs[:4], requires_grad=True)
+        stage = torch.distributed.get_rank()
+        output = torch.zeros(4, 3 if stage else 6, requires_grad=True)
+        schedule = Schedule1F1B(
+            PipelineStage(world.model, stage, self.ranks, torch.device("cpu"), example, output),
+            n_microbatches=2,
+            loss_fn=torch.nn.functional.mse_loss,
+        )
+        world.optimizer.zero_grad()
+        schedule.step(target=torch.ones(8, 3)) if stage else schedule.step(inputs)
+        world.optimizer.step()
 
 
 Fork.plain = SITUATIONS["plain"]

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import re
 import tempfile
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ ON_RANKS = ("export_average", "FSDP2")
 MISSING = "Missing key.s. in state_dict"
 SOUPS = "average_checkpoints, modkit average"
 LOADERS = "load_state_dict of Module, modkit.load_state_dict, migrations"
+TENSORS_ONLY = f"convert, diff, modkit migrate, {SOUPS}"
+SHARDED = "body.weight' is a tensor of a class that wraps others, such as a sharded one"
 REFUSED = [
     ("tensor subclass", "load_checkpoint", "it needs tests.pairs.situations.Tagged, and"),
     (
@@ -37,6 +40,7 @@ REFUSED = [
         "Tagged, which load_checkpoint does not",
     ),
     ("wrapper of the model", LOADERS, MISSING),
+    ("DDP", LOADERS, MISSING),
     ("compile", LOADERS, MISSING),
     ("renamed layer", SOUPS, "2 missing: head.weight, head.bias; 2 un"),
     ("grown model", SOUPS, "2 unexpected: tail.weight, tail.bias"),
@@ -59,6 +63,7 @@ REFUSED = [
     ("export", "jit", "Exporting a ScriptModule is not supported"),
     ("functional_call", "jit", "can't be used with Jitted modules"),
     ("vmap", "jit", "Expected all models to be of the same class"),
+    ("unfrozen, trainable only", "PostHocEMA", "PostHocEMA has to begin in another directory"),
     ("renamed layer", "PostHocEMA", "PostHocEMA has to begin in another directory"),
     ("renamed layer", "AveragedModel", "the model is not the one that is averaged: 2 missing"),
     ("grown model", "PostHocEMA", "PostHocEMA has to begin in another directory"),
@@ -76,21 +81,27 @@ REFUSED = [
         "averaged_model, module, update_bn, AveragedModel",
         "FSDP does not support deepcopy",
     ),
-    ("FSDP2", SOUPS, "'body.weight' is a tensor of a class that wraps others, such as a sharded"),
-    ("TP", SOUPS, "'body.weight' is a tensor of a class that wraps others, such as a sharded one"),
+    ("FSDP2", TENSORS_ONLY, SHARDED),
+    ("TP", TENSORS_ONLY, SHARDED),
+    ("FSDP2", "jit", "INTERNAL ASSERT FAILED"),
+    ("TP", "jit", "unordered_map::at"),
 ]
-# Reasons why a pair is not sensible: a trait that the situation needs, and the feature lacks.
+# Reasons why a pair is not sensible: traits of which the situation needs one, and the feature has none.
 NEEDED = {
     "block": "nothing is open that could end in another way",
-    "model": "it shows values, not a model that could be called",
-    "rebinds": "it has no rebind()",
+    "model": "it shows no model that could be called",
     "writes": "it writes no file",
     "reads": "it reads no file",
     "loads": "it loads no state dict",
+    "saves": "it saves no state dict",
+    "state": "it has no state",
     "average": "it has no average",
 }
+CALLED = "the model of the training is called, which changes it"
 ALONE = {
     ("PostHocEMA", "full disk"): "it writes while the model is trained",
+    ("fast_inference", "buffers written in forward"): CALLED,
+    ("jit", "buffers written in forward"): CALLED,
     ("export_average", "DDP, saver of one rank"): "all ranks write the file together",
 }
 # Found by a pair, and repaired: the feature, the situation, and what was wrong.
@@ -104,6 +115,7 @@ FAULTS = [
     ),
     ("convert", "quantized", "the error named a class that users do not have"),
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
+    ("PostHocEMA", "unfrozen, trainable only", "the same in another error"),
 ]
 
 
@@ -119,8 +131,10 @@ def reason(feature: str, situation: str) -> str | None:
     """Return why a pair is not sensible, or None."""
     if (feature, situation) in ALONE:
         return ALONE[feature, situation]
-    missing = SITUATIONS[situation].needs - FEATURES[feature].traits
-    return NEEDED[min(missing)] if missing else None
+    needs = SITUATIONS[situation].needs
+    if not needs or needs & FEATURES[feature].traits:
+        return None
+    return " and ".join(NEEDED[need] for need in sorted(needs))
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -134,12 +148,13 @@ def sample() -> Iterator[tuple[str, str]]:
     Ranks take seconds to start: one pair has them.
     """
     yield ON_RANKS
-    alone = [name for name, each in SITUATIONS.items() if each.ranks == 1]
-    for row, situation in enumerate(alone):
-        sensible = [name for name in FEATURES if reason(name, situation) is None]
-        # Each situation begins elsewhere, so that the features take turns.
-        for step in range(2):
-            yield sensible[(2 * row + step) % len(sensible)], situation
+    counts = Counter(ON_RANKS[:1])
+    for situation, each in SITUATIONS.items():
+        if each.ranks == 1:
+            sensible = [name for name in FEATURES if reason(name, situation) is None]
+            for name in sorted(sensible, key=counts.__getitem__)[:2]:
+                counts[name] += 1
+                yield name, situation
 
 
 @functools.cache
@@ -147,7 +162,7 @@ def on_ranks(situation: str, features: tuple[str, ...]) -> dict[str, list[str]]:
     """Run features in a situation on its ranks; return "right" or the error of each rank."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = SITUATIONS[situation].ranks
-        options = {"folder": Path(folder), "limit": 100.0, "timeout": WAIT}
+        options = {"folder": Path(folder), "limit": 250.0, "timeout": WAIT}
         outcomes = launch(ranks, on_rank, situation, features, folder, **options)
     assert all(each.result for each in outcomes), [each.error for each in outcomes]
     return outcomes[0].result
