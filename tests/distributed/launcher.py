@@ -29,14 +29,7 @@ STARTING = 30.0
 
 @dataclass
 class Outcome:
-    """The outcome of one process.
-
-    Attributes:
-        rank: Its number.
-        result: What the function returned, or None.
-        error: The traceback of what it raised, or of where it was when its time was over, or "".
-        code: Its exit code: 0, 1 after an exception, negative after a signal.
-    """
+    """What one process returned, the traceback of its error or of where it hung, and its exit code."""
 
     rank: int
     result: Any
@@ -57,16 +50,10 @@ def launch(
     timeout: float = 20.0,
     grace: float = GRACE,
 ) -> list[Outcome]:
-    """Call ``function(*args)`` on each rank; return the outcomes.
+    """Call ``function(*args)``, which can be imported, on each rank; return the outcomes.
 
-    Args:
-        ranks: The world size.
-        function: A function of a module, which can be imported elsewhere.
-        *args: Its arguments, which are pickled.
-        folder: An empty folder for what they exchange, as ``tmp_path``; it is used once.
-        limit: How many seconds a process may take; then it is ended, with a traceback.
-        timeout: How many seconds one of them waits for another in a collective.
-        grace: How many seconds the others go on after one has failed; then they are killed.
+    ``folder`` is empty, and used once. After ``limit`` seconds a process is ended with a traceback;
+    ``timeout`` is for its collectives, and ``grace`` for the others after one has failed.
     """
     place = folder / "launched"
     place.mkdir(parents=True)
@@ -92,11 +79,7 @@ def launch(
 
 
 def run(ranks: int, function: Callable[..., Any], *args: object, **options: Any) -> list[Any]:
-    """Do what :func:`launch` does; return what the function returned in each process.
-
-    Raises:
-        RanksFailedError: In one of them it has failed.
-    """
+    """Do what :func:`launch` does; return what the function returned, or raise if it has failed."""
     outcomes = launch(ranks, function, *args, **options)
     if any(outcome.code for outcome in outcomes):
         raise RanksFailedError(

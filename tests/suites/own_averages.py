@@ -34,15 +34,9 @@ Names = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """A training run with averages of its own.
+    """A training run with averages of its own, and the `EMA` that takes over in the middle.
 
-    Args:
-        model: The model in training.
-        inputs: A batch.
-        update: Updates their average, after the step of this number, from 1.
-        averages: Returns their averages by name.
-        ema: The object that takes over.
-        load: Gives it the state of theirs after so many steps.
+    ``update`` gets the number of a step, from 1; ``load`` gives the `EMA` the state of theirs.
     """
 
     model: nn.Module

@@ -37,15 +37,7 @@ LOSS = re.compile(r"loss\w*[^\w\n]{1,4}(-?\d[\d.]*(?:e[-+]?\d+)?)", re.IGNORECAS
 
 
 class Edit(NamedTuple):
-    """Lines of the documentation, put into a script.
-
-    Args:
-        anchor: The line of the script, without its indentation.
-        lines: The lines to add.
-        where: ``"before"``, ``"after"`` or ``"instead"``.
-        file: The file, if it is not the script.
-        indent: Their indentation, if it is not that of the anchor.
-    """
+    """Lines of the documentation, put before, after or instead of a line, without its indentation."""
 
     anchor: str
     lines: str
@@ -55,21 +47,10 @@ class Edit(NamedTuple):
 
 
 class Script(NamedTuple):
-    """One public script.
+    """One public script, with arguments that make it small and what of its repository the run needs.
 
-    Args:
-        name: The name of the row.
-        kind: What it trains.
-        repository: Owner and name on GitHub.
-        path: The script in the repository.
-        arguments: The arguments, which make it small.
-        data: A function of ``script_data`` that writes the data set.
-        folders: What of the repository the run needs.
-        cwd: The folder that it runs in.
-        roots: Folders of the repository on the import path.
-        ema: What adds an average, saves it in the middle of the run, and resumes.
-        resume: Further arguments of the run that resumes.
-        patches: Lines without which the script needs another machine.
+    ``data`` names a function of ``script_data``; ``ema`` has what adds an average, saves it in the middle of
+    the run and resumes with ``resume``; ``patches`` are lines without which it needs another machine.
     """
 
     name: str
@@ -108,17 +89,9 @@ if epoch == HALF:
 def loop(
     line: str, end: str, half: int, indent: int | None = None, further: str = ""
 ) -> tuple[Edit, ...]:
-    """Return the edits of a script with a loop over epochs.
+    """Return the edits of a loop over epochs, by its first and last line, that saves after ``half``.
 
-    Args:
-        line: The line that begins the loop.
-        end: The last line of the loop.
-        half: The epoch after which the run is saved.
-        indent: The indentation of the loop's body, if it is not that of its last line.
-        further: Further parts of the state.
-
-    Returns:
-        The edits.
+    ``indent`` is that of its body, if it is not that of the last line; ``further`` are parts of the state.
     """
     return (
         Edit(line, AVERAGE.replace('"ema": ema', f'"ema": ema{further}'), "before"),
@@ -133,22 +106,6 @@ _NANOGPT = (
     *("--block_size=32", "--n_layer=2", "--n_head=2", "--n_embd=32", "--dropout=0.1"),
     *("--max_iters=15", "--warmup_iters=2", "--lr_decay_iters=15"),
 )
-# A loop that steps without an optimizer, and reduces its learning rate by itself.
-_OWN_STEPS = """\
-import modkit
-ema, done = modkit.EMA(model, schedule=modkit.schedules.CountWarmup(0.95)), 0
-if os.path.exists("last.pt"):
-    checkpoint = modkit.load_checkpoint("last.pt")
-    model.load_state_dict(checkpoint["model"])
-    ema.load_state_dict(checkpoint["ema"])
-    torch.set_rng_state(checkpoint["rng"])
-    done, lr, best_val_loss = checkpoint["done"]
-"""
-_SAVE_OWN = """\
-if epoch == 2:
-    state = {"model": model.state_dict(), "ema": ema.state_dict(), "rng": torch.get_rng_state()}
-    modkit.save_checkpoint({**state, "done": (epoch, lr, best_val_loss)}, "last.pt")
-"""
 _GAN = 'trainer = Trainer(accelerator="gpu", devices=1)'
 _SMALL_GAN = """\
 options = {"max_epochs": 2, "limit_train_batches": 6, "limit_val_batches": 0}
@@ -207,56 +164,6 @@ SCRIPTS = (
         ),
     ),
     Script(
-        "pygcn",
-        "graph network",
-        "tkipf/pygcn",
-        "pygcn/train.py",
-        ("--epochs", "20"),
-        data="citations",
-        cwd="pygcn",
-        ema=loop(
-            "for epoch in range(args.epochs):",
-            "train(epoch)",
-            10,
-        ),
-    ),
-    Script(
-        "word_language_model",
-        "recurrent network",
-        "pytorch/examples",
-        "word_language_model/main.py",
-        (*("--epochs", "3", "--emsize", "32", "--nhid", "32"), "--tied", "--log-interval", "1"),
-        data="words",
-        folders=("word_language_model",),
-        cwd="word_language_model",
-        ema=(
-            Edit("try:", _OWN_STEPS, "before"),
-            Edit(
-                "for epoch in range(1, args.epochs+1):",
-                "for epoch in range(done + 1, args.epochs+1):",
-                "instead",
-            ),
-            Edit("p.data.add_(p.grad, alpha=-lr)", "ema.update()", indent=8),
-            Edit("lr /= 4.0", _SAVE_OWN, indent=8),
-        ),
-    ),
-    Script(
-        "vae",
-        "variational autoencoder",
-        "pytorch/examples",
-        "vae/main.py",
-        ("--epochs", "4", "--log-interval", "1"),
-        data="digits",
-        folders=("vae",),
-        cwd="vae",
-        ema=loop(
-            "for epoch in range(1, args.epochs + 1):",
-            "'results/sample_' + str(epoch) + '.png')",
-            2,
-            indent=8,
-        ),
-    ),
-    Script(
         "mnist",
         "image classifier",
         "pytorch/examples",
@@ -271,18 +178,6 @@ SCRIPTS = (
             2,
             further=', "scheduler": scheduler',
         ),
-    ),
-    Script(
-        "yolov5",
-        "detection with ModelEMA",
-        "ultralytics/yolov5",
-        "train.py",
-        (
-            *("--data", "boxes.yaml", "--cfg", "models/yolov5n.yaml", "--weights", ""),
-            *("--imgsz", "64", "--batch-size", "8", "--epochs", "3", "--workers", "0"),
-            *("--device", "cpu", "--noplots", "--noautoanchor"),
-        ),
-        data="boxes",
     ),
     Script(
         "Lightning GAN",
@@ -384,16 +279,7 @@ def changed_lines(tree: Path, paths: Iterable[str]) -> list[str]:
 
 
 def compare(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
-    """Run a script on both sides, and with an average where it has one; return the row.
-
-    Args:
-        script: The script.
-        checkout: Its repository.
-        folder: Where the copies are made.
-
-    Returns:
-        The row of the table.
-    """
+    """Run a script on both sides, and with an average where it has one; return the row of the table."""
     started = time.perf_counter()
     records = {}
     for side in ("torch", "modkit"):
@@ -425,16 +311,7 @@ def compare(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
 
 
 def average(script: Script, checkout: Path, folder: Path) -> dict[str, Any]:
-    """Run a script with an average, and resume it in another process from its middle.
-
-    Args:
-        script: The script.
-        checkout: Its repository.
-        folder: Where the copy is made.
-
-    Returns:
-        How many lines were added, and what differs between the two ends.
-    """
+    """Run a script with an average, and resume it from its middle; return what differs between the ends."""
     tree = work_tree(script, checkout, folder, [*script.patches, *script.ema])
     whole = run(script, tree, swap=True)
     resumed = run(script, tree, swap=True, arguments=script.resume)

@@ -101,33 +101,6 @@ def test_no_update_reads_or_compiles(rule: str, device: torch.device) -> None:
     assert found["torch"].reads >= 6
 
 
-@pytest.mark.parametrize("rule", ["SWA", "SWA, of lists", "SWA, one by one", "EMA, of lists"])
-@each_place
-def test_the_thousandth_update(rule: str, place_of_count: str | None, device: torch.device) -> None:
-    """The weight of the equal average changes with each update, and compiles nothing."""
-    net = torch.nn.Linear(2, 2, bias=False).to(device)
-    options = RULES[rule](MODKIT)
-    average = MODKIT.AveragedModel(net, device=device if place_of_count else None, **options)
-    expected = 0.0
-    with torch.no_grad():
-        for number in range(1000):
-            if number == 10:
-                end_step()
-                context = counted()
-                counts = context.__enter__()
-            net.weight.fill_((number % 7) + number / 100)
-            average.update_parameters(net)
-            end_step()
-            value = (number % 7) + number / 100
-            weight = 1 / (number + 1) if "SWA" in rule else 0.1 if number else 1.0
-            expected += (value - expected) * weight
-        context.__exit__(None, None, None)
-
-    assert (counts.compilations, counts.reads) == (0, 0)
-    assert int(average.n_averaged) == 1000
-    assert average.module.weight[0, 0].item() == pytest.approx(expected, rel=1e-5)
-
-
 WRITES: dict[str, Any] = {
     "fill_": lambda average: average.n_averaged.fill_(9),
     "data": lambda average: average.n_averaged.data.fill_(9),

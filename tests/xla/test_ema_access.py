@@ -60,22 +60,6 @@ def test_evaluation_inside_applied(options: dict[str, Any], device: torch.device
     agree(scenario, device)
 
 
-def test_store_and_restore(device: torch.device) -> None:
-    """`copy_to()` writes the average, `restore()` the training weights, and training goes on."""
-
-    def scenario(place: torch.device) -> object:
-        net, ema = trained(place)
-        ema.store()
-        ema.copy_to()
-        inside = on_host(net.state_dict())
-        ema.restore()
-        net.train()
-        train(net, ema.update, 4, 7)
-        return inside, net.state_dict(), dict(ema.named_averages())
-
-    agree(scenario, device)
-
-
 @pytest.mark.parametrize("index", [0, 1])
 def test_batch_normalization(index: int, device: torch.device) -> None:
     """`update_bn()` computes the statistics that torch does for a copy, from batches of either device."""

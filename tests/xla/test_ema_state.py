@@ -5,8 +5,7 @@ import pytest
 import torch
 
 import modkit
-from modkit import schedules
-from tests.xla.recipes import end_step, network, on_host, train
+from tests.xla.recipes import network, on_host, train
 from tests.xla.test_ema_updates import PRECISIONS, SCHEDULES
 
 
@@ -86,20 +85,3 @@ def test_reading_a_file_to_the_device_is_refused_by_torch(
         with pytest.raises(RuntimeError, match="don't know how to restore data location") as caught:
             load(tmp_path / "cpu.pt", map_location=device)
         assert type(caught.value) is RuntimeError
-
-
-def test_a_schedule_of_a_loaded_state(device: torch.device) -> None:
-    """The equal average of eight models is their mean, also if it was saved after four."""
-    net = torch.nn.Linear(1, 1, bias=False).to(device)
-    ema = modkit.EMA(net, schedule=schedules.Equal())
-    for value in range(8):
-        with torch.no_grad():
-            net.weight.fill_(value)
-        ema.update()
-        end_step()
-        if value == 3:
-            state = ema.state_dict()
-            ema = modkit.EMA(net, schedule=schedules.Equal())
-            ema.load_state_dict(state)
-
-    assert dict(ema.named_averages())["weight"].item() == pytest.approx(3.5, rel=1e-5)

@@ -12,7 +12,6 @@ from tests.xla.recipes import (
     end_step,
     frozen_network,
     network,
-    on_host,
     train,
 )
 
@@ -87,37 +86,6 @@ def test_no_update_reads_or_compiles(
     assert counts.compilations == 0
     assert (counts.reads > 0) == is_rounded
     assert ema.step == 12
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_thousandth_step(name: str, device: torch.device) -> None:
-    """A weight that changes with the step compiles nothing and reads nothing, up to step 1,000."""
-
-    def net_on(place: torch.device) -> torch.nn.Module:
-        return torch.nn.Linear(2, 2, bias=False).to(place)
-
-    def step(net: torch.nn.Module, ema: "modkit.EMA[Any]", number: int) -> None:
-        with torch.no_grad():
-            net.weight.mul_(0.99).add_((number % 7) * 0.01)
-        ema.update()
-
-    nets = {place: net_on(place) for place in (torch.device("cpu"), device)}
-    nets[device].load_state_dict(nets[torch.device("cpu")].state_dict())
-    emas = {place: modkit.EMA(net, schedule=SCHEDULES[name]) for place, net in nets.items()}
-    for place, net in nets.items():
-        for number in range(10):
-            step(net, emas[place], number)
-            end_step()
-    with counted() as counts:
-        for number in range(10, 1000):
-            step(nets[device], emas[device], number)
-            end_step()
-    for number in range(10, 1000):
-        step(nets[torch.device("cpu")], emas[torch.device("cpu")], number)
-
-    expected, found = (on_host(dict(ema.named_averages())) for ema in emas.values())
-    assert (counts.compilations, counts.reads) == (0, 0)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

@@ -5,7 +5,7 @@ import torch
 
 import modkit
 from tests.helpers import Implementation
-from tests.xla.recipes import agree, counted, end_step, inputs, network, on_host, own_network, train
+from tests.xla.recipes import counted, end_step, inputs, network, on_host, own_network
 
 
 pytestmark = pytest.mark.xla
@@ -30,22 +30,6 @@ def test_load_between_devices(
     torch.testing.assert_close(on_host(net.state_dict()), on_host(state), rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="size mismatch"):
         net.load_state_dict({**state, "0.linear.weight": torch.ones(1, device=places[source])})
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_loaded_state_can_be_trained(
-    assign: bool, impl: Implementation, device: torch.device
-) -> None:
-    """A state of the CPU is loaded into a model of the device, or takes its place there."""
-
-    def scenario(place: torch.device) -> object:
-        state = {name: one.to(place) for name, one in own_network(impl, "cpu").state_dict().items()}
-        net = own_network(impl, place)
-        net.load_state_dict(on_host(state) if not assign else copy.deepcopy(state), assign=assign)
-        train(net, lambda: None, 0, 3)
-        return net.state_dict()
-
-    agree(scenario, device)
 
 
 def test_a_load_reads_nothing(device: torch.device) -> None:

@@ -7,7 +7,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import modkit
@@ -34,13 +33,6 @@ def replicated() -> nn.Module:
     return net
 
 
-def parallel() -> nn.Module:
-    """Split the layers of a network up, the first one by rows and the other one by columns."""
-    net = network()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    return parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-
-
 def both_ways() -> nn.Module:
     """Shard the shards of tensor parallelism once more."""
     net = network()
@@ -50,33 +42,22 @@ def both_ways() -> nn.Module:
     return net
 
 
-def by_columns() -> nn.Module:
-    """Split the second dimension up instead of the first one."""
-    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
-    fully_shard(net, shard_placement_fn=lambda _: Shard(1))
-    return net
-
-
 WAYS = {
-    "replicated": (4, replicated),
-    "parallel": (2, parallel),
-    "both ways": (4, both_ways),
-    "by columns": (2, by_columns),
+    "replicated": replicated,
+    "both ways": both_ways,
 }
 
 
 def average(way: str, folder: Path) -> dict[str, Any]:
     """Average such a model in 4 steps, save, load, export, and call it with the average."""
-    _, build = WAYS[way]
     torch.manual_seed(0)
-    net, plain = build(), by_columns_plain() if way == "by columns" else network()
+    net, plain = WAYS[way](), network()
     plain.load_state_dict(state_of(net))
     ema: modkit.EMA[Any] = modkit.EMA(net, decay=[0.5, 0.9])
     reference: modkit.EMA[Any] = modkit.EMA(plain, decay=[0.5, 0.9])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    size = plain[0].in_features
     for number in range(4):
-        batch = torch.randn(8, size, generator=torch.Generator().manual_seed(number))
+        batch = torch.randn(8, 5, generator=torch.Generator().manual_seed(number))
         optimizer.zero_grad()
         net(batch).square().mean().backward()
         optimizer.step()
@@ -94,7 +75,7 @@ def average(way: str, folder: Path) -> dict[str, Any]:
     single: modkit.EMA[Any] = modkit.EMA(plain, decay=[0.5, 0.9])
     load_averages(single, folder / "checkpoint")
     found["single"] = differing(averages_of(single, 1), averages_of(ema, 1))
-    batch = torch.ones(2, size)
+    batch = torch.ones(2, 5)
     with torch.no_grad():
         raw = net(batch)
         with ema.applied(), reference.applied():
@@ -106,15 +87,10 @@ def average(way: str, folder: Path) -> dict[str, Any]:
     return found
 
 
-def by_columns_plain() -> nn.Sequential:
-    """Return the same network, whole."""
-    return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 2, bias=False))
-
-
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_split_up_is_averaged(way: str, tmp_path: Path) -> None:
-    """Replicas of shards, tensor parallelism, both, and columns: bits, checkpoints, files, calls."""
-    for found in run(WAYS[way][0], average, way, tmp_path, folder=tmp_path / "run"):
+def test_meshes_of_two_dimensions_are_averaged(way: str, tmp_path: Path) -> None:
+    """Replicas of shards, and shards of tensor parallelism: bits, checkpoints, files, calls."""
+    for found in run(4, average, way, tmp_path, folder=tmp_path / "run"):
         assert found["differing"] == found["loaded"] == found["single"] == []
         assert found["close"]
         assert found["apart"]

@@ -29,13 +29,8 @@ Wrap = Callable[[torch.nn.Module, Task], torch.nn.Module]
 class Mode:
     """One way to spread a network.
 
-    Attributes:
-        wrap: Does it, and returns what is trained.
-        same_data: Whether each process has the whole batch.
-        parts: Into how many parts, with one step after the last, a batch is divided.
-        ranks: The world size that it needs, unless it runs at any.
-        only: The names of the tasks that it is for, where it is not for all.
-        compiled: Whether something is compiled.
+    With ``same_data`` each process has the whole batch, which is divided into so many ``parts`` of one step;
+    ``ranks`` and ``only`` are the world size and the tasks that it is for.
     """
 
     wrap: Wrap

@@ -35,13 +35,7 @@ SILENT = {
 
 
 class Talk(TorchDispatchMode):
-    """Counts collectives, and the bytes of what they gather, reduce or scatter.
-
-    Attributes:
-        counts: How many of each kind there were.
-        nbytes: The bytes of the whole tensors: what each process has after gathering, or before
-            reducing and scattering.
-    """
+    """Counts collectives, and the bytes of the whole tensors that they gather, reduce or scatter."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,15 +22,7 @@ BATCH = 8
 
 @dataclass(frozen=True)
 class Task:
-    """A network to train, with its inputs and its modes.
-
-    Attributes:
-        build: Makes the network; the weights depend on the random state alone.
-        sample: Draws inputs and targets for a batch of that size.
-        loss: The loss of the network on them.
-        blocks: The paths of its repeated parts.
-        plan: For each path how ``parallelize_module`` splits it.
-    """
+    """A network to train, with its inputs, the paths of its repeated parts, and how layers are split."""
 
     build: Callable[[Implementation], torch.nn.Module]
     sample: Callable[[int], tuple[Tensor, Tensor]]

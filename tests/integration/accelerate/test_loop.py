@@ -49,27 +49,6 @@ def test_resume(train: Any, tmp_path: Path) -> None:
         assert ends(resumed) == whole
 
 
-def test_a_state_inside_a_block(train: Any, tmp_path: Path) -> None:
-    """A state that is saved while the average is in the model brings both back."""
-    from accelerate import Accelerator
-
-    _, ema, _ = train(tmp_path, epochs=1)
-    accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(ema.model)
-    accelerator.register_for_checkpointing(ema)
-    raw, state = freeze(dict(model.state_dict())), freeze(ema.state_dict())
-    with ema.applied():
-        accelerator.save_state(tmp_path / "state")
-    torch.nn.init.zeros_(model[0].weight)
-    ema.update()
-
-    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
-        accelerator.load_state(tmp_path / "state")
-
-    assert freeze(dict(model.state_dict())) == raw
-    assert freeze(ema.state_dict()) == state
-
-
 def test_the_wrapper_of_prepare_is_refused() -> None:
     """The error says to attach the optimizer inside, which counts the steps that are taken."""
     from accelerate import Accelerator

@@ -1,6 +1,5 @@
 """Models of four libraries are bitwise identical inside and outside `modkit.fast_inference`."""
 
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -12,6 +11,7 @@ from tests.cases import for_each
 from tests.helpers import freeze, seed_everything
 from tests.integration.fast_inference.zoo import DECODERS, SEQUENCE_TO_SEQUENCE, ZOO, Entry, named
 from tests.integration.networks import gradients
+from tests.parity.module.module_cases import tensors_of
 
 
 # Warnings of the libraries about their own code, inside and outside.
@@ -76,18 +76,6 @@ def bits(value: Any) -> Any:
     return freeze(opened(value))
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a model's outputs."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
-
-
 class Ways(NamedTuple):
     """Comparison of results before, inside and after the scope, and of the modules."""
 
@@ -122,7 +110,7 @@ def differentiate(entry: Entry, model: torch.nn.Module) -> Any:
     for value in inputs.values():
         value.requires_grad_(value.is_floating_point())
     outputs = entry.call(model, inputs)
-    floating = [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    floating = [tensor for tensor in tensors_of(outputs) if tensor.is_floating_point()]
     sum(tensor.square().mean() for tensor in floating).backward()
     return bits([outputs, {name: value.grad for name, value in inputs.items()}, gradients(model)])
 
@@ -131,8 +119,8 @@ def infer(entry: Entry, model: torch.nn.Module) -> Any:
     """Call the model without gradients."""
     with torch.inference_mode():
         outputs = entry.call(model)
-    assert all(tensor.isfinite().all() for tensor in tensors(outputs))
-    assert any(tensor.numel() for tensor in tensors(outputs))
+    assert all(tensor.isfinite().all() for tensor in tensors_of(outputs))
+    assert any(tensor.numel() for tensor in tensors_of(outputs))
     return bits(outputs)
 
 
@@ -153,7 +141,7 @@ def infer_with_channels_last(entry: Entry, model: torch.nn.Module) -> Any:
     }
     with torch.inference_mode():
         outputs = entry.call(model, inputs)
-    return bits(outputs), [tensor.stride() for tensor in tensors(outputs)]
+    return bits(outputs), [tensor.stride() for tensor in tensors_of(outputs)]
 
 
 @for_each("compute", [infer, infer_in_bfloat16, infer_with_channels_last, differentiate])
@@ -209,11 +197,11 @@ def test_folded_batch_norm(entry: Entry) -> None:
     """With folded normalization the outputs agree within rounding, and the model is as before."""
     model = entry.build()
     with torch.inference_mode():
-        expected = list(tensors(entry.call(model)))
+        expected = list(tensors_of(entry.call(model)))
         attributes, state = members(model), freeze(model.state_dict())
         with modkit.fast_inference(model, fold_batch_norm=True):
-            folded = list(tensors(entry.call(model)))
-        after = list(tensors(entry.call(model)))
+            folded = list(tensors_of(entry.call(model)))
+        after = list(tensors_of(entry.call(model)))
 
     assert len(expected) == len(folded)
     for plain, close in zip(expected, folded, strict=True):

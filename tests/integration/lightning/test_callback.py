@@ -108,18 +108,6 @@ def test_a_checkpoint_is_the_average(weights_only, tmp_path) -> None:
     torch.testing.assert_close(best.best_model_score, sum(losses) / 2)
 
 
-def test_a_checkpoint_after_the_fit_is_whole(tmp_path) -> None:
-    """It holds the average in the place of the weights, and a fit goes on from it exactly."""
-    through, through_ema, _ = runs.fit(tmp_path, max_epochs=3)
-    _, ema, trainer = runs.fit(tmp_path, max_epochs=2)
-    trainer.save_checkpoint(tmp_path / "end.ckpt")
-    saved = torch.load(tmp_path / "end.ckpt", weights_only=True)
-    resumed = runs.fit(tmp_path, max_epochs=3, resume=tmp_path / "end.ckpt")
-
-    assert torch.equal(saved["state_dict"]["net.0.weight"], runs.average_of(ema))
-    assert runs.numbers_of(*resumed[:2]) == runs.numbers_of(through, through_ema)
-
-
 def test_a_checkpoint_without_averages_is_told(tmp_path) -> None:
     """Averaging starts anew from its weights, with a warning."""
     _, _, trainer = runs.fit(tmp_path, ema=pl.Callback())

@@ -9,14 +9,12 @@ from tests.helpers import Implementation
 # `describe` what must be the same after pickling. All of it is pickled, so `describe` goes along.
 CELLS = """
 import abc
-import dataclasses
 import inspect
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 import {library}.nn as nn
 from {library} import jit
-from torch.nn.modules.lazy import LazyModuleMixin
 
 T = TypeVar("T")
 
@@ -110,38 +108,6 @@ class Box(nn.Module, Generic[T]):
         return self.item(x)
 
 
-@dataclasses.dataclass(eq=False)
-class Data(nn.Module):
-    width: int = 2
-
-    def __post_init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(self.width))
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class LazyScale(LazyModuleMixin, nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.UninitializedParameter()
-
-    def initialize_parameters(self, x):
-        self.weight.materialize(x.shape[-1:])
-        nn.init.ones_(self.weight)
-
-    def forward(self, x):
-        return x * self.weight
-
-
-class Slots(nn.Module):
-    __slots__ = ("fast",)
-
-    def forward(self, x):
-        return x
-
-
 class LayerAndModule(nn.Linear, nn.Module):
     pass
 
@@ -195,9 +161,6 @@ CASES = dict(
     below_open=BelowOpen(),
     explicit=Explicit(),
     generic=Box[int](Plain()),
-    dataclass=Data(2),
-    lazy=LazyScale(),
-    slots=Slots(),
     layer=LayerAndModule(2, 2),
     local=in_a_function(2),
     tree=nn.Sequential(Plain(), nn.ModuleList([Concrete()])[0], nn.ReLU()),

@@ -12,7 +12,6 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import modkit
-from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.helpers import freeze
 from tests.integration.torch_compile.dynamo import compiled_tests
@@ -135,17 +134,6 @@ def test_a_compiled_step_of_an_attached_optimizer_counts_once(kind: Any, first: 
         optimizer.step()
 
     assert ema.n_averaged == 4
-
-
-def test_an_averaged_model_still_compiles_as_one_graph() -> None:
-    """`AveragedModel.update_parameters` has no graph break."""
-    net = network()
-    average = AveragedModel(net)
-    update = torch.compile(average.update_parameters, backend="eager", fullgraph=True)
-    for _ in range(3):
-        update(net)
-
-    assert int(average.n_averaged) == 3
 
 
 def test_updates_do_not_import_dynamo() -> None:

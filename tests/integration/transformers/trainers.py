@@ -105,16 +105,7 @@ def trainer(
     hears: Any = None,
     **options: Any,
 ) -> Any:
-    """Return a Trainer of a tiny model, with its `EMACallback` attached.
-
-    Args:
-        folder: Where checkpoints go.
-        *callbacks: The callbacks.
-        model: The model, by default a GPT-2.
-        kind: The class of the Trainer.
-        hears: What computes metrics.
-        **options: Training arguments.
-    """
+    """Return a Trainer of a class and a tiny model, with its `EMACallback` attached."""
     run = (kind or transformers.Trainer)(
         gpt2() if model is None else model,
         arguments(folder, **options),
@@ -136,13 +127,7 @@ def every(steps: int, *kinds: str) -> dict[str, Any]:
 
 
 class At(transformers.TrainerCallback):  # type: ignore[misc]
-    """Calls a function at an event, with the step: at each, or at one of them.
-
-    Args:
-        event: The name of the event.
-        call: What to call.
-        step: The step, or None for each.
-    """
+    """Calls a function at an event, with the step: at each, or at one of them."""
 
     def __init__(self, event: str, call: Callable[[int], object], step: int | None = None) -> None:
         def react(args: Any, state: Any, control: Any, **kwargs: Any) -> None:

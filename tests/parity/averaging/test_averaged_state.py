@@ -5,7 +5,7 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, Implementation, freeze, same
-from tests.models import normed_net, one_weight
+from tests.models import one_weight
 from tests.parity.averaging.rules import (
     RULES,
     averaged_of,
@@ -20,20 +20,11 @@ from tests.parity.averaging.rules import (
 every_rule = for_each("rule", RULES)
 
 
-def averaged_net(impl: Implementation, rule: str = "default", updates: int = 3, **arguments):
-    """Return a model and an average that has seen it change."""
-    model = normed_net(impl)
-    averaged = impl.AveragedModel(model, **RULES[rule](impl), **arguments)
-    for _ in training_states(model, updates):
-        averaged.update_parameters(model)
-    return model, averaged
-
-
 def test_state_dict_is_that_of_torch() -> None:
     """Keys, their order, values and metadata equal torch's."""
 
     def scenario(impl: Implementation):
-        state = averaged_net(impl)[1].state_dict()
+        state = averaged_of(impl, "sequential")[1].state_dict()
         return list(state), state, state._metadata
 
     assert same(scenario)[0] == "returned"
@@ -88,7 +79,7 @@ def test_state_that_does_not_fit_is_refused_as_in_torch() -> None:
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule.endswith(("ema", "swa"))])
 def test_averaged_model_with_a_function_of_the_library_can_be_pickled(impl, rule, way) -> None:
     """An average that was saved as a whole goes on with its rule, decay included."""
-    model, averaged = averaged_net(impl, rule)
+    model, averaged = averaged_of(impl, "sequential", **RULES[rule](impl))
     other = way(averaged)
     for _ in training_states(model, 2):
         averaged.update_parameters(model)

@@ -1,5 +1,4 @@
 from collections import OrderedDict
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -7,16 +6,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from tests.cases import for_each
-from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.nets import batch, extra, net, run
 from tests.parity.fast_inference.twins import bits, differing_keys, left_behind
 
 
-@pytest.fixture(autouse=True)
-def _clean_global_hooks() -> Iterator[None]:
-    """Leave no global hook behind."""
-    with clean_global_hooks():
-        yield
+pytestmark = pytest.mark.usefixtures("clean_hooks")
 
 
 TARGETS = ("stem", "stem.0", "blocks.1", "blocks.0.fc", "head.1.2")

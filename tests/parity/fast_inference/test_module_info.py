@@ -10,35 +10,21 @@ from tests.parity.fast_inference.twins import (
     bits,
     called,
     differing_keys,
-    fresh,
     left_behind,
     outcome,
 )
-from tests.parity.module.module_cases import Sample, common_modules, module_db, seed
+from tests.parity.module.module_cases import cases, common_modules, fresh, module_db, seed
 
 
 every_info = for_each("info", module_db, ids=lambda info: info.name)
 
 
 def samples(info, dtype, most):
-    """Yield some cases of an entry, spread over all that it has: label, sample, mode.
-
-    Some entries have hundreds of cases.
-    """
-    for training in (False, True) if info.train_and_eval_differ else (False,):
-        seed()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            inputs = list(
-                info.module_inputs_func(
-                    info, device="cpu", dtype=dtype, requires_grad=True, training=training
-                )
-            )
-        step = max(1, len(inputs) // most)
-        for number, case in enumerate(inputs[::step]):
-            made, given = case.constructor_input, case.forward_input
-            sample = Sample(info.module_cls, made.args, made.kwargs, given.args, given.kwargs)
-            yield f"{dtype}, training={training}, case {number * step}", sample, training
+    """Yield some cases of an entry, which may have hundreds: label, sample, mode."""
+    for training in (True, False):
+        found = [case for case in cases(info, [dtype]) if case[-1] == training]
+        for label, sample, *_ in found[:: max(1, len(found) // most)]:
+            yield label, sample, training
 
 
 def built(sample, dtype, training):

@@ -1,7 +1,6 @@
 import functools
 import itertools
 import types
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, clean_global_hooks
+from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.layers import FUNCTIONS, input_for
 from tests.parity.fast_inference.nets import net, run
 from tests.parity.fast_inference.twins import (
@@ -23,11 +22,7 @@ from tests.parity.fast_inference.twins import (
 from tests.parity.module.module_cases import seed
 
 
-@pytest.fixture(autouse=True)
-def _clean_global_hooks() -> Iterator[None]:
-    """Leave no global hook behind."""
-    with clean_global_hooks():
-        yield
+pytestmark = pytest.mark.usefixtures("clean_hooks")
 
 
 def recording(function, log, change=None):

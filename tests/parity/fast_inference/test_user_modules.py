@@ -3,7 +3,6 @@
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,7 +11,6 @@ from torch import fx, nn
 
 import modkit
 from tests.cases import for_each
-from tests.helpers import clean_global_hooks
 from tests.parity.fast_inference.nets import batch, net
 from tests.parity.fast_inference.twins import (
     differing_keys,
@@ -26,11 +24,7 @@ from tests.parity.fast_inference.twins import (
 SLOT = "_compiled_call_impl"
 
 
-@pytest.fixture(autouse=True)
-def _clean_global_hooks() -> Iterator[None]:
-    """Leave no global hook behind."""
-    with clean_global_hooks():
-        yield
+pytestmark = pytest.mark.usefixtures("clean_hooks")
 
 
 def user_module(impl, forward=lambda self, x: x * 2, **namespace):

@@ -1,9 +1,8 @@
 """Running one scenario plainly and inside `fast_inference`, and comparing all that can be seen."""
 
 import contextlib
-import copy
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 import modkit
 from tests.helpers import Implementation, freeze
-from tests.parity.module.module_cases import seed
+from tests.parity.module.module_cases import fresh, seed, tensors_of
 
 
 Scope = Callable[..., AbstractContextManager[Any]]
@@ -30,18 +29,6 @@ def fast(model: nn.Module, **options: Any) -> AbstractContextManager[nn.Module]:
     """Enter the scope under test."""
     scope: AbstractContextManager[nn.Module] = modkit.fast_inference(model, **options)
     return scope
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_of(item)
 
 
 _PLAIN = {torch.Tensor, nn.Parameter}
@@ -94,17 +81,6 @@ def outcome(function: Callable[[], Any]) -> tuple[Any, ...]:
 def random_state() -> bytes:
     """Return the state of the CPU's random generator."""
     return torch.default_generator.get_state().numpy().tobytes()
-
-
-def fresh(value: Any) -> Any:
-    """Copy inputs, so that each call has leaves of its own to collect gradients in."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad)
-    if isinstance(value, dict):
-        return {key: fresh(item) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(fresh(item) for item in value)
-    return copy.deepcopy(value)
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -4,7 +4,7 @@ import copy
 import importlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -104,34 +104,37 @@ def observe(
 
 
 def _call(module: nn.Module, sample: Sample) -> dict[str, Any]:
-    args, kwargs = _fresh(sample.inputs), _fresh(sample.input_kwargs)
+    args, kwargs = fresh(sample.inputs), fresh(sample.input_kwargs)
     seed()
     output = module(*args, **kwargs)
-    losses = [part.abs().sum() for part in _tensors(output) if part.requires_grad and part.numel()]
+    losses = [
+        part.abs().sum() for part in tensors_of(output) if part.requires_grad and part.numel()
+    ]
     if losses:
         torch.stack(losses).sum().backward()
-    inputs = [part.grad for part in _tensors((args, list(kwargs.values()))) if part.is_leaf]
+    inputs = [part.grad for part in tensors_of((args, kwargs)) if part.is_leaf]
     parameters = {name: freeze(p.grad) for name, p in module.named_parameters()}
     return {"output": freeze(output), "inputs": freeze(inputs), "parameters": parameters}
 
 
-def _fresh(value: Any) -> Any:
-    """Copy inputs so that each call has leaves of its own to collect gradients in."""
+def fresh(value: Any) -> Any:
+    """Copy inputs, so that each call has leaves of its own to collect gradients in."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.requires_grad)
     if isinstance(value, dict):
-        return {key: _fresh(item) for key, item in value.items()}
+        return {key: fresh(item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_fresh(item) for item in value)
+        return type(value)(fresh(item) for item in value)
     return copy.deepcopy(value)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of nested containers."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
+    elif isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_of(item)
 
 
 def copies(module: nn.Module) -> list[Any]:
