@@ -206,7 +206,6 @@ ROWS: Final = (
         "A `ScriptModule` that assigns a `torch.jit.Attribute` cannot be made | The type is entered in "
         "the annotations of its class",
         PULLS + "195201",
-        "tests/parity/jit/test_annotations.py::test_a_class_may_have_annotations_and_attributes_with_types",
         "tests/parity/jit/test_compiling.py::test_a_derived_class_has_the_methods_and_constants_of_its_base",
         "tests/parity/jit/test_members.py::test_a_new_attribute_with_a_type",
         torch="<2.15",

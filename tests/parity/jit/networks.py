@@ -3,11 +3,17 @@
 import io
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers import Implementation
 
 
+# Torch says at every step that TorchScript is deprecated, and batch normalization looks at sizes.
+jit_tests = [
+    pytest.mark.filterwarnings("ignore:`torch.jit"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+]
 KINDS = ("scripted", "traced", "loaded", "frozen", "class-based")
 
 

@@ -2,17 +2,15 @@
 
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.cases import for_each
 from tests.helpers import same
+from tests.parity.jit.networks import jit_tests
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-]
+pytestmark = jit_tests
 
 
 class Point(NamedTuple):
@@ -91,24 +89,3 @@ def interface_of_text(impl):
 def test_names_in_annotations_resolve_in_the_users_module(scenario):
     """Strings, comments and types of this file give what they give in torch."""
     assert same(scenario)[0] == "returned"
-
-
-def test_a_class_may_have_annotations_and_attributes_with_types(impl):
-    """The compiler knows the types of both."""
-
-    class Net(impl.jit.ScriptModule):
-        sizes: Sizes
-
-        def __init__(self):
-            super().__init__()
-            self.sizes = []
-            self.names = impl.jit.Attribute([], list[str])
-
-        @impl.jit.script_method
-        def forward(self) -> int:
-            return len(self.sizes) + len(self.names)
-
-    net = Net()
-    net.names = ["a", "b"]
-
-    assert (net(), net.names, net.sizes) == (2, ["a", "b"], [])

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import modkit
-from tests.parity.jit.networks import build, inputs, make_net
+from tests.parity.jit.networks import build, inputs, jit_tests, make_net
 from tests.processes import python
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+pytestmark = jit_tests
 
 
 def saved(impl):

@@ -7,13 +7,10 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
-from tests.parity.jit.networks import build, inputs, make_net, reloaded
+from tests.parity.jit.networks import build, inputs, jit_tests, make_net, reloaded
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = jit_tests
 
 COMPILED = ("scripted", "loaded", "traced", "class-based")
 

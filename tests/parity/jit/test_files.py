@@ -9,14 +9,10 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, same
-from tests.parity.jit.networks import build, inputs
+from tests.parity.jit.networks import build, inputs, jit_tests
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-    # Batch normalization looks at sizes.
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = jit_tests
 
 
 def one_more(x):

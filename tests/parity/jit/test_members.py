@@ -7,15 +7,10 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH, outcome, same
-from tests.parity.jit.networks import KINDS, build, inputs, make_net, reloaded
+from tests.parity.jit.networks import KINDS, build, inputs, jit_tests, make_net, reloaded
 
 
-# Torch itself says at every step that TorchScript is deprecated.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-    # Batch normalization looks at sizes.
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = jit_tests
 
 
 def normal(value):

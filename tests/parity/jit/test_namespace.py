@@ -10,13 +10,10 @@ import modkit.nn
 from modkit import jit
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
-from tests.parity.jit.networks import build, inputs, make_net, reloaded
+from tests.parity.jit.networks import build, inputs, jit_tests, make_net, reloaded
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = jit_tests
 
 MADE_BY_MODKIT = {
     "ScriptModule",

@@ -2,13 +2,10 @@ import pytest
 import torch
 
 from tests.helpers import TORCH, outcome
-from tests.parity.jit.networks import build, inputs, make_net
+from tests.parity.jit.networks import build, inputs, jit_tests, make_net
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit"),
-    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
-]
+pytestmark = jit_tests
 
 WRAPPED = pytest.mark.parametrize("kind", ["scripted", "loaded"])
 

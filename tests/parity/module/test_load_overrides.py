@@ -217,28 +217,6 @@ def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
     assert len(checkpoint) == 5
 
 
-def test_an_override_without_super_hides_its_keys():
-    """A module that handles its own state reports nothing; the rest is loaded as usual."""
-
-    def scenario(impl):
-        class Silent(impl.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.zeros(1))
-                self.child = child_leaf(impl)
-
-            def _load_from_state_dict(self, *args, **keywords):
-                self.arguments = (len(args), sorted(keywords))
-
-        root = impl.Module()
-        root.silent = Silent()
-        root.last = child_leaf(impl)
-        result = root.load_state_dict({"silent.bogus": 1, "last.weight": torch.ones(1)}, False)
-        return result, root.silent.arguments, root.silent.weight, root.last.weight
-
-    assert same(scenario)[0] == "returned"
-
-
 @for_each("failing", ["", "load", "set"])
 def test_extra_state_comes_after_the_members(failing):
     """`set_extra_state` gets the saved object last; what an override raises passes through."""

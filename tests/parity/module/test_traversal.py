@@ -3,24 +3,11 @@ import torch
 from tests.cases import for_each
 from tests.helpers import Implementation, same
 from tests.models import empty, tree
-from tests.parity.module.contents import run
 
 
 def names(module: torch.nn.Module, root: torch.nn.Module) -> str:
     """Return the path of a module below the root, to compare across implementations."""
     return next((path for path, each in root.named_modules() if each is module), "?")
-
-
-@for_each("prefix", ["", "net", "a.b"])
-@for_each("unique", [True, False])
-def test_named_modules(unique, prefix):
-    """Modules come parents first, depth first; shared ones once, or under every path."""
-
-    def scenario(impl):
-        pairs = tree(impl).named_modules(prefix=prefix, remove_duplicate=unique)
-        return [(name, type(module).__name__) for name, module in pairs]
-
-    assert same(scenario)[0] == "returned"
 
 
 class Memo(list):
@@ -49,31 +36,6 @@ def test_a_given_memo(kind, unique, held):
     assert same(scenario)[0] == "returned"
 
 
-@for_each(
-    "call",
-    [
-        "[m.add_module('x', Identity()) for _ in m.modules()]",
-        "[m.add_module('x', Identity()) for _ in m.named_modules()]",
-        "[m.add_module('x', Identity()) for _ in m.parameters()]",
-        "[delattr(m, 'right') for n, _ in m.named_modules() if n == 'right']",
-        "m.apply(lambda module: m.add_module('x', Identity()))",
-        "m._apply(lambda t: (m.register_buffer('x', t), t)[1])",
-    ],
-)
-def test_changing_the_tree_while_walking(call: str) -> None:
-    """A change under a running walk is noticed, or not, exactly as in torch."""
-
-    def scenario(impl):
-        module = tree(impl)
-        try:
-            run(call.replace("n + 'x'", "n.replace('.', '_') + 'x'"), module)
-        finally:
-            ended = [name for name, _ in module.named_modules()]
-        return ended
-
-    assert same(scenario)
-
-
 def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None:
     """``train``, ``apply`` and ``_apply`` visit a module once per parent that holds it."""
     log = []
@@ -98,21 +60,6 @@ def test_a_shared_child_is_visited_once_per_parent(impl: Implementation) -> None
     root.apply(lambda module: log.append("apply") if module is shared else None)
 
     assert log == ["train", "train", "_apply", "_apply", "apply", "apply"]
-
-
-def test_apply_sees_children_that_the_function_adds(impl: Implementation) -> None:
-    """A child that is added to a module whose children are done is not visited."""
-    module = tree(impl)
-    log = []
-
-    def grow(each):
-        log.append(names(each, module))
-        if "grown" not in each._modules:
-            each.grown = empty(impl)
-
-    module.apply(grow)
-
-    assert log == ["left.inner", "left", "right", ""]
 
 
 def test_a_given_memo_goes_by_its_own_equality():
