@@ -38,8 +38,7 @@ them without notice; behind the reason stands what breaks then, which the tests 
 - ``restore_of``: the rules of ``map_location``: the fast path of ``load_checkpoint``.
 - ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs
   between releases: the same path.
-- ``recurrent_kernels``, ``has_torch_function``, ``cudnn_is_enabled``: what ``torch.nn.functional``
-  and recurrent layers call; ``fast_inference`` calls them itself.
+- ``has_torch_function``: what ``torch.nn.functional`` asks first; ``fast_inference`` asks itself.
 - ``sparse_tensors_to_check``: what ``torch.load`` checks at its end. After an error it keeps them,
   and checks them with the next file: errors of sparse tensors in ``load_checkpoint``.
 - ``readable_globals`` and ``load_with_names``: the list of names that torch reads belongs to the
@@ -87,11 +86,6 @@ __all__ = [
 EXTRA_STATE_KEY: Final = "_extra_state"
 # The base of every batch normalization layer, users' own included.
 BatchNormBase: Final[type[Any]] = cast("Any", torch.nn.BatchNorm1d.__base__)
-
-# The stub of torch does not say that there may be no state.
-cudnn_is_enabled = cast("Callable[[], bool]", cast("Any", torch._C)._get_cudnn_enabled)
-
-recurrent_kernels = cast("Any", torch)._VF
 
 # The essence of ``Parameter(tensor)`` for a plain tensor, without the checks in Python.
 make_parameter: Callable[[torch.Tensor, bool], torch.nn.Parameter] = partial(

@@ -2,15 +2,14 @@
 
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import _GeneratorContextManager
 from typing import Final, TypeVar, cast
 
 from torch import nn
 
-from modkit._fast_inference.folding import folds_of
 from modkit._fast_inference.layers import has_own_forward, is_container, kind_of
 from modkit._fast_inference.members import CALL_SLOT, Binding
-from modkit._fast_inference.runs import Call, Step, container_function, function_of, user_function
+from modkit._fast_inference.runs import Step, container_function, function_of, user_function
 from modkit._interrupts import uninterrupted
 from modkit._namespace import publish
 from modkit._tree import descend
@@ -23,10 +22,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _bindings: Final[dict[int, Binding]] = {}
 
 
-@contextmanager
-def fast_inference(
-    model: ModuleT, *, fold_batch_norm: bool = False
-) -> Generator[ModuleT, None, None]:
+class _Block(_GeneratorContextManager[ModuleT]):
+    def __repr__(self) -> str:
+        return "<modkit.fast_inference(model): a block, for a with statement>"
+
+
+def fast_inference(model: ModuleT) -> _Block[ModuleT]:
     """Run a model in eager mode with less Python overhead.
 
     Use it for small networks at small batch sizes: policies, tree search, controllers,
@@ -37,17 +38,12 @@ def fast_inference(
 
     Args:
         model: Any ``torch.nn.Module``. Compiled and scripted modules in it are left alone.
-        fold_batch_norm: Also fold each BatchNorm in evaluation mode into the convolution before it,
-            where gradients are disabled, with outputs equal up to rounding. Nested blocks need the
-            same value.
 
-    Yields:
-        The model.
+    Returns:
+        A context manager whose value is the model.
 
     Raises:
-        TypeError: If ``model`` is not a module.
-        RuntimeError: If the model is in another block with the other value of
-            ``fold_batch_norm``, or it contains itself.
+        TypeError: If ``model`` is not a module, on entering the block.
 
     Example:
         >>> import torch, modkit, modkit.nn as nn
@@ -62,13 +58,16 @@ def fast_inference(
     ``_compiled_call_impl``, by which libraries find compiled modules, is set on modules that are
     not compiled.
     """
+    return _Block(_block, (model,), {})
+
+
+def _block(model: ModuleT) -> Generator[ModuleT, None, None]:
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(
             f"fast_inference(): model must be a torch.nn.Module, got {type(model).__name__}"
         )
 
     modules = _tree(model)
-    folds = folds_of(model, modules) if fold_batch_norm else {}
     used: list[Binding] = []
     # If the interpreter exits in the block, the globals of this file may be gone.
     leave = _leave
@@ -77,7 +76,7 @@ def fast_inference(
             # Handlers of signals run when this has ended. No lock while the block runs: other
             # threads may enter and leave blocks of the same modules.
             with uninterrupted():
-                _enter(modules, folds, used)
+                _enter(modules, used)
             yield model
         finally:
             leave(used)
@@ -86,21 +85,13 @@ def fast_inference(
         leave(used)
 
 
-def _enter(modules: list[nn.Module], folds: dict[int, Call], used: list[Binding]) -> None:
+def _enter(modules: list[nn.Module], used: list[Binding]) -> None:
     """Bind the modules that no other block has bound; note the bindings of all in ``used``."""
-    for module in modules:
-        binding = _bindings.get(id(module))
-        if binding is not None and (binding.fold is None) != (id(module) not in folds):
-            raise RuntimeError(
-                f"fast_inference(): {type(module).__name__} is in a block with another value of "
-                "fold_batch_norm. Give both blocks the same value, or leave the first one."
-            )
-
     fresh: list[Binding] = []
     for module in modules:
         binding = _bindings.get(id(module))
         if binding is None:
-            binding = _bindings[id(module)] = Binding(module, folds.get(id(module)))
+            binding = _bindings[id(module)] = Binding(module)
             fresh.append(binding)
         binding.users += 1
         used.append(binding)
@@ -154,9 +145,7 @@ def _bind(bindings: list[Binding]) -> None:
         if key in inner and key in covered:
             continue
 
-        if binding.fold is not None:
-            binding.bind(binding.fold)
-        elif key in containers:
+        if key in containers:
             binding.bind(container_function(module, covered))
         elif kind is not None:
             binding.bind(function_of([Step(module, kind)]))

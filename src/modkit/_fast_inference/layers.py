@@ -65,11 +65,6 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
         getattr(nn, f"Conv{n}d"): Layer(
             f"F.conv{n}d({inputs}, self.dilation, self.groups)", zeros, methods=("_conv_forward",)
         ),
-        getattr(nn, f"ConvTranspose{n}d"): Layer(
-            f"F.conv_transpose{n}d({inputs}, self.output_padding, self.groups, self.dilation)",
-            f"{zeros} and type(self.padding) is type(self.output_padding) is tuple",
-            methods=("_output_padding",),
-        ),
         getattr(nn, f"BatchNorm{n}d"): Layer(
             f"torch.batch_norm(x, self.weight, self.bias, {statistics},"
             f" False, {momentum}, self.eps, cudnn)",
@@ -78,12 +73,6 @@ def _of_dimension(n: int) -> dict[type[nn.Module], Layer]:
             f"x.dim() == {n + 2}" + (" or x.dim() == 2" if n == 1 else ""),
             functions=("batch_norm",),
             methods=("_check_input_dim",),
-        ),
-        getattr(nn, f"InstanceNorm{n}d"): Layer(
-            f"F.instance_norm(x, {statistics}, self.weight, self.bias,"
-            f" self.training or not self.track_running_stats, {momentum}, self.eps)",
-            input_condition=f"x.dim() == {n + 2} and x.size(1) == self.num_features",
-            methods=("_check_input_dim", "_get_no_batch_dim", "_apply_instance_norm"),
         ),
     }
 
@@ -134,17 +123,13 @@ _LAYERS: Final[dict[type[nn.Module], Layer]] = {
     **_of_dimension(1),
     **_of_dimension(2),
     **_of_dimension(3),
-    nn.RNNCell: _cell(
-        "(_VF.rnn_tanh_cell if self.nonlinearity == 'tanh' else _VF.rnn_relu_cell)",
-        "hx.dim() == 2 and self.nonlinearity in ('tanh', 'relu')",
-    ),
-    nn.GRUCell: _cell("_VF.gru_cell"),
+    nn.GRUCell: _cell("torch.gru_cell"),
     nn.LSTMCell: _cell(
-        "_VF.lstm_cell", "type(hx) is tuple and len(hx) == 2 and hx[0].dim() == hx[1].dim() == 2"
+        "torch.lstm_cell", "type(hx) is tuple and len(hx) == 2 and hx[0].dim() == hx[1].dim() == 2"
     ),
-    nn.GRU: _recurrent("_VF.gru(...)", "type(hx) is torch.Tensor and hx.size() == SIZE"),
+    nn.GRU: _recurrent("torch.gru(...)", "type(hx) is torch.Tensor and hx.size() == SIZE"),
     nn.LSTM: _recurrent(
-        "(lambda found: (found[0], found[1:]))(_VF.lstm(...))",
+        "(lambda found: (found[0], found[1:]))(torch.lstm(...))",
         "type(hx) is tuple and len(hx) == 2 and hx[0].size() == hx[1].size() == SIZE",
     ),
     nn.LayerNorm: Layer(

@@ -84,18 +84,15 @@ class Binding:
 
     Attributes:
         module: The module.
-        fold: The function of a folded layer, if it is one.
         users: The number of blocks; the last one that is left removes the entries.
         is_open: Whether the module has the entries.
 
     Args:
         module: The module.
-        fold: The function of a folded layer; None for all others.
     """
 
-    def __init__(self, module: nn.Module, fold: Callable[..., Any] | None) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module: nn.Module = module
-        self.fold: Callable[..., Any] | None = fold
         self.users: int = 0
         self._state: dict[str, Any] = module.__dict__
         self._mirrored: dict[str, Any] = {}

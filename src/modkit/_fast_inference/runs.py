@@ -35,12 +35,10 @@ _CALL_IMPL: Final = _upstream.original_methods["_call_impl"]
 # of one of their functions is called; functions are compared with, or cannot be patched.
 _NAMESPACE: Final[dict[str, Any]] = {
     "F": F,
-    "_VF": _upstream.recurrent_kernels,
     "torch": torch,
     "is_same": is_,
     "hooks": hooks,
     "jit_trace": jit_trace,
-    "cudnn_is_enabled": _upstream.cudnn_is_enabled,
     "modes_are_active": _upstream.modes_are_active,
     "is_grad_enabled": torch.is_grad_enabled,
     "has_torch_function": _upstream.has_torch_function,
@@ -102,7 +100,7 @@ def _maker(shape: Shape, parameters: tuple[str, ...], owned: bool, runs: bool) -
         loads.append(f"{local} = {name}")
         steps = re.sub(rf"\b{re.escape(name)}\b", local, steps)
     if "cudnn" in steps:
-        loads.append("cudnn = cudnn_is_enabled()")
+        loads.append("cudnn = torch.backends.cudnn.enabled")
 
     source = _SOURCE.format(
         plain="m0._call_impl" if owned else "plain",
@@ -268,7 +266,7 @@ def container_function(module: nn.Module, covered: set[int]) -> Call | None:
 def _flat(module: nn.Module, depth: int = 0) -> list[Step] | None:
     """Return the steps of a layer, or of a short container of layers; None for other modules."""
     table = module.__dict__.get("_modules")
-    if depth > _LONGEST or (type(table) is Table and table.binding.fold is not None):
+    if depth > _LONGEST:
         return None
 
     kind = kind_of(type(module))

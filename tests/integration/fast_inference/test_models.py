@@ -18,20 +18,6 @@ from tests.parity.module.module_cases import tensors_of
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 GENERATING: Final = [entry for entry in ZOO if entry.model in {**DECODERS, **SEQUENCE_TO_SEQUENCE}]
-NORMALIZED: Final = named(
-    "timm-efficientnet_b0",
-    "timm-ghostnet_050",
-    "timm-mobilenetv3_small_050",
-    "timm-repvgg_a0",
-    "timm-resnet18",
-    "timm-skresnet18",
-    "torchvision-googlenet",
-    "torchvision-mobilenet_v2",
-    "torchvision-segmentation.deeplabv3_mobilenet_v3_large",
-    "torchvision-shufflenet_v2_x0_5",
-    "torchvision-video.r3d_18",
-    "transformers-ResNetModel",
-)
 
 
 class Same:
@@ -190,23 +176,3 @@ def test_generation(entry: Entry) -> None:
     ways = three_ways(model, compute)
 
     assert ways == Ways()
-
-
-@for_each("entry", NORMALIZED, ids=str)
-def test_folded_batch_norm(entry: Entry) -> None:
-    """With folded normalization the outputs agree within rounding, and the model is as before."""
-    model = entry.build()
-    with torch.inference_mode():
-        expected = list(tensors_of(entry.call(model)))
-        attributes, state = members(model), freeze(model.state_dict())
-        with modkit.fast_inference(model, fold_batch_norm=True):
-            folded = list(tensors_of(entry.call(model)))
-        after = list(tensors_of(entry.call(model)))
-
-    assert len(expected) == len(folded)
-    for plain, close in zip(expected, folded, strict=True):
-        atol = 1e-3 * plain.abs().max().item()
-        torch.testing.assert_close(close, plain, rtol=0, atol=atol)
-    assert freeze(expected) == freeze(after)
-    assert members(model) == attributes
-    assert freeze(model.state_dict()) == state
