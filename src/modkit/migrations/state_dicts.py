@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -17,7 +16,6 @@ from modkit.migrations.averages import (
     migrate_averages,
     tensors_in,
 )
-from modkit.migrations.optimizers import is_optimizer_state, migrate_optimizer
 from modkit.migrations.steps import Change, Entries
 from modkit.migrations.versions import (
     Saved,
@@ -47,9 +45,9 @@ def migrate(
 
     Args:
         model: The model, whose values and versions are not used, except by functions of the user.
-        state_dict: Its old or new state dict, averages or other tensors by the names of one, the
-            state of an ``EMA`` or an ``EMACallback``, or that of an optimizer whose parameters have
-            names. It is not modified; tensors that do not change are shared.
+        state_dict: Its old or new state dict, averages or other tensors by the names of one, or the
+            state of an ``EMA`` or an ``EMACallback``. It is not modified; tensors that do not
+            change are shared.
         to: Versions to return to, by class. Other classes get their present version.
         versions: Versions of a state dict that has lost its own: its ``_metadata``, or versions by
             class. Without versions, names and shapes decide.
@@ -142,10 +140,6 @@ def migrate_with_record(
 
         buffer_names = {without_wrappers(name) for name, _ in model.named_buffers()}
         return with_metadata(migrate_averages(state_dict, migrate_names, buffer_names), None)
-    if is_optimizer_state(state_dict):
-        parameters = {without_wrappers(name): value for name, value in model.named_parameters()}
-        migrate_slots = partial(migrate_with_record, model, record=record, to=to, versions=versions)
-        return with_metadata(migrate_optimizer(state_dict, migrate_slots, parameters), None)
 
     goals = to or {}
     _check_goals(model, goals)

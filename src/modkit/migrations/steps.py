@@ -47,10 +47,6 @@ class UndecidableError(MigrationError):
     """A step cannot be tried out, so that it does not say of which version a state dict is."""
 
 
-class Slots(dict[str, Any]):
-    """The state that an optimizer has for one parameter, which steps rename and drop."""
-
-
 # A step computes from tensors of exactly these types: shards and quantized tensors would be joined
 # or split along the wrong elements.
 _COMPUTED_FROM: Final = (Lazy, Tensor, torch.nn.Parameter)
@@ -452,11 +448,6 @@ def _computed(
 ) -> list[Any]:
     """Return what a step computes, of the kind that it is computed from."""
     for name, value in zip(names, values, strict=True):
-        if isinstance(value, Slots):
-            raise UndecidableError(
-                f"{step}: the state of an optimizer for {name} cannot be computed; begin with a "
-                "new optimizer"
-            )
         is_quantized = getattr(value, "is_quantized", False)
         if type(value) not in _COMPUTED_FROM or is_quantized:
             kind = "quantized tensor" if is_quantized else type(value).__name__

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from modkit._renames import beginnings, paths_after
-from modkit._tree import descend
 from modkit._upstream import PLAIN
 from modkit.averaging.tensors import without_wrappers
 from modkit.errors import MigrationError
@@ -273,10 +272,6 @@ def _read_as(
         else:
             renamed.difference_update(change.targets)
 
-    table = table_of(type(module))
-    may_add = any(step.kind == "add" for steps in table.values() for step in steps)
-    if may_add and children and not misplaced:
-        result = _after_children(module, result)
     is_complete = expected.keys() == result.keys() and all(
         _fits(name, value, expected) for name, value in result.items()
     )
@@ -296,26 +291,6 @@ def _effects(changes: list[Change]) -> list[tuple[Step, tuple[str, ...]]]:
         else:
             effects.append((change.step, change.sources))
     return effects
-
-
-def _after_children(module: torch.nn.Module, entries: Entries) -> Entries:
-    """Return entries once the children of a module have migrated; as they are if that fails."""
-    root = Subtree(dict(entries), {})
-
-    def enter(name: str, child: torch.nn.Module, parent: Subtree) -> Subtree | None:
-        if "." in name:
-            return None
-        subtree = parent.child(name) if without_wrappers(name) else parent
-        if is_declared(child):
-            bring(child, subtree, None, child._version)
-        return subtree
-
-    try:
-        descend(module, root, enter, lambda child, subtree: subtree.join())
-    except MigrationError:
-        return entries
-    root.join()
-    return root.entries
 
 
 def _fits(name: str, value: Any, expected: Entries) -> bool:
