@@ -7,6 +7,7 @@ read, and nothing is changed.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -68,16 +69,9 @@ _WITHOUT_DIGITS: Final = str.maketrans("", "", "0123456789")
 Reported: TypeAlias = tuple[Collection[str], Collection[str], Collection[str]]
 _KINDS: Final = {
     "transposed": "transposed (Conv1D, or another framework)",
-    "ones": "dimensions of size 1 differ (a 1x1 convolution, a scalar)",
-    "positions": "another length or resolution, so other positions",
-    "vocabulary": "another vocabulary",
-    "outputs": "another number of outputs or classes",
-    "channels": "another number of input channels",
+    "outputs": "another number of outputs, classes or words",
     "other": "other sizes",
 }
-# Parts of names, not those of other embeddings: patches, classes.
-_OF_WORDS: Final = r"(^|\.)(wte|lm_head|\w*vocab\w*|(word_|tok(en)?_)?emb\w*)(\.|$)"
-_OF_POSITIONS: Final = r"pos(ition)?[a-z]*_?emb|relative_position|positional|wpe"
 # The portion of tensors with other sizes from which on the whole model has another width.
 _MOST_OTHER_SIZES: Final = 0.3
 
@@ -143,9 +137,8 @@ def compare(model: Shapes, file: Shapes, reported: Reported | None = None) -> li
     surplus = {name: shape for name, shape in file.items() if name in unexpected}
 
     # Each removes from both what it explains.
-    notes += _adapters(surplus, lacking)
-    notes += _families(model, file, surplus, lacking)
     notes += _depths(model, file, surplus, lacking)
+    notes += _families(surplus, lacking)
     renames = find_renames(file, model, surplus, lacking)
     is_other = renames.is_of_another_model and bool(surplus)
     if is_other:
@@ -273,84 +266,35 @@ def _find_state_dict(model: Shapes, given: Mapping[Any, Any]) -> list[str] | Non
     ]
 
 
-def _forget(names: Iterable[str], shapes: Unexplained) -> int:
-    """Remove names that a cause explains; return how many of them were there."""
-    explained = [name for name in names if name in shapes]
-    for name in explained:
-        del shapes[name]
-    return len(explained)
-
-
-def _adapters(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
-    """Find an adapter that PEFT saved alone, without the name that the model has for it."""
-    pairs: dict[str, str] = {}
-    adapters: dict[str, None] = {}
-    for name in lacking:
-        match = re.search(r"(?<=\.)lora_\w+(\.([^.]+))", name[:1000])
-        without = name[: match.start(1)] + name[match.end(1) :] if match else ""
-        if match and without in surplus:
-            pairs[without] = name
-            adapters[match[2]] = None
-    if pairs:
-        _forget(pairs, surplus)
-        _forget(pairs.values(), lacking)
-        line = (
-            f"{len(pairs)} names of the checkpoint lack the name of the adapter, "
-            f"{_listed(adapters, 4, ' or ')}: load it with peft.set_peft_model_state_dict()"
-        )
-        yield Note(_PREFIX, len(pairs), line)
-
-
-def _families(
-    model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
-) -> Iterator[Note]:
+def _families(surplus: Unexplained, lacking: Unexplained) -> Iterator[Note]:
     """Find tensors that only one side has, by what their names say.
 
     If both sides have some of a family among what does not fit, they may be renamed, and are left
     to the search for that.
     """
-    kinds_in_file = _kinds(surplus)
-    kinds_in_model = _kinds(lacking)
-    for pattern, family in _FAMILIES.items():
-        finder = re.compile(pattern)
-        only_in_file = _searched(finder, kinds_in_file, surplus)
-        only_in_model = _searched(finder, kinds_in_model, lacking)
-        if bool(only_in_file) == bool(only_in_model):
+    families: dict[str, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for index, names in enumerate((surplus, lacking)):
+        for name in names:
+            family = _family_of(name.translate(_WITHOUT_DIGITS))
+            if family is not None:
+                families[family][index].append(name)
+
+    for family, (in_file, in_model) in families.items():
+        if in_file and in_model:
             continue
-
-        names = only_in_file or only_in_model
-        others = model if only_in_file else file
-        if any(finder.search(name) for name in others):
-            # Both have the family, so a module that the other side lacks has another cause, such
-            # as the depth.
-            homes = {name.rpartition(".")[0] for name in others}
-            names = [name for name in names if name.rpartition(".")[0] in homes]
-        if not names:
-            continue
-
-        _forget(names, surplus)
-        _forget(names, lacking)
-        side = "the checkpoint" if only_in_file else "the model"
-        if all(name.endswith("num_batches_tracked") for name in names):
-            family = "counters of BatchNorm, which torch before 0.4.1 did not save"
-        tensors = _count(len(names), "tensor")
-        line = f"only {side} has {tensors} such as {_quoted(names[0])}: {family}"
-        yield Note(_CAUSE, len(names), line)
+        side = "the checkpoint" if in_file else "the model"
+        explained = in_file or in_model
+        for name in explained:
+            del (surplus if in_file else lacking)[name]
+        tensors = _count(len(explained), "tensor")
+        line = f"only {side} has {tensors} such as {_quoted(explained[0])}: {family}"
+        yield Note(_CAUSE, len(explained), line)
 
 
-def _kinds(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return names by what they are without digits: those of many layers are searched once."""
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        kinds[name.translate(_WITHOUT_DIGITS)].append(name)
-    return kinds
-
-
-def _searched(
-    finder: re.Pattern[str], kinds: Mapping[str, list[str]], left: Unexplained
-) -> list[str]:
-    found = (names for kind, names in kinds.items() if finder.search(kind))
-    return [name for names in found for name in names if name in left]
+# Names of many layers are the same without digits, and are searched once.
+@lru_cache(maxsize=1024)
+def _family_of(name: str) -> str | None:
+    return next((f for pattern, f in _FAMILIES.items() if re.search(pattern, name)), None)
 
 
 def _numbered(name: str) -> Iterator[tuple[str, int]]:
@@ -379,55 +323,34 @@ def _lists_in(names: Iterable[str]) -> dict[str, set[int]]:
 def _depths(
     model: Shapes, file: Shapes, surplus: Unexplained, lacking: Unexplained
 ) -> Iterator[Note]:
-    """Find lists of layers that are longer on one side, or that start at another number.
-
-    Layers of shifted numbers fit by name alone, and would get the weights of their neighbors.
-    """
+    """Find lists of layers that are longer on one side."""
     in_file = _lists_in(file)
     in_model = _lists_in(model)
-    # The numbers that one side alone has.
-    extra: dict[str, set[int]] = {}
-    lost: dict[str, set[int]] = {}
-    for home in in_file.keys() & in_model.keys():
-        numbers, model_numbers = in_file[home], in_model[home]
-        gap = min(numbers) - min(model_numbers)
-        is_shifted = numbers == {n + gap for n in model_numbers}
-        # Without a common number, or with gaps at different places, they are not one list.
-        is_nested = numbers >= model_numbers or numbers <= model_numbers
-        if numbers & model_numbers and (is_shifted or is_nested):
-            extra[home] = numbers - model_numbers
-            lost[home] = model_numbers - numbers
+    # The numbers that one side alone has. With numbers of its own on each, they are not one list.
+    extra = {
+        home: in_file[home] ^ in_model[home]
+        for home in sorted(in_file.keys() & in_model.keys())
+        if in_file[home] > in_model[home] or in_file[home] < in_model[home]
+    }
+    explained = Counter([*_below(extra, surplus), *_below(extra, lacking)])
 
-    explained = Counter([*_below(extra, surplus), *_below(lost, lacking)])
     # Lists of one kind, such as the experts of each layer, by how they differ: the tensors by path.
-    found: dict[tuple[str, bool, int, int], dict[str, int]] = defaultdict(dict)
-    for home in sorted(extra):
-        numbers, model_numbers = in_file[home], in_model[home]
-        if extra[home] and lost[home]:
-            key = (starred(home), True, min(numbers), min(model_numbers))
-            found[key][home] = len(numbers)
-        elif explained[home]:
-            key = (starred(home), False, len(numbers), len(model_numbers))
-            found[key][home] = explained[home]
-
-    for (pattern, has_moved, number, model_number), tensors in found.items():
+    found: dict[tuple[str, int, int], dict[str, int]] = defaultdict(dict)
+    for home in filter(explained.get, extra):
+        key = (starred(home), len(in_file[home]), len(in_model[home]))
+        found[key][home] = explained[home]
+    for (pattern, number, model_number), tensors in found.items():
         home = _quoted(pattern if len(tensors) > 1 else next(iter(tensors)))
-        if has_moved:
-            line = (
-                f"the numbers below {home} begin with {number} in the checkpoint and with "
-                f"{model_number} in the model: are all of them shifted?"
-            )
-        else:
-            line = (
-                f"another depth: {home} has {number} entries in the checkpoint, {model_number} in "
-                "the model"
-            )
-        yield Note(_PREFIX if has_moved else _CAUSE, sum(tensors.values()), line)
+        line = (
+            f"another depth: {home} has {number} entries in the checkpoint, {model_number} in "
+            "the model"
+        )
+        yield Note(_CAUSE, sum(tensors.values()), line)
 
 
 def _below(lists: Mapping[str, set[int]], names: Unexplained) -> Iterator[str]:
     """Remove the names below these numbers of lists, and yield the path of the list of each."""
-    for name in [*names] if any(lists.values()) else ():
+    for name in [*names] if lists else ():
         for home, number in _numbered(name):
             if number in lists.get(home, ()):
                 del names[name]
@@ -501,9 +424,9 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
     for name, (old, new) in sizes.items():
         if old is not None and new is not None and old != new:
             changed[name] = (old, new)
-            kinds[_kind(name, old, new)].append(name)
+            kinds[_kind(old, new)].append(name)
 
-    of_width = ("outputs", "other", "channels")
+    of_width = ("outputs", "other")
     by_width = [name for kind in of_width for name in kinds.get(kind, ())]
     # One cause in place of a line for each kind of layer.
     # In a small model, a single layer is a large portion of the tensors.
@@ -531,20 +454,8 @@ def _sizes(sizes: Mapping[str, tuple[Shape | None, Shape | None]], total: int) -
         yield Note(_CAUSE, len(names), line)
 
 
-def _kind(name: str, old: Shape, new: Shape) -> str:
+def _kind(old: Shape, new: Shape) -> str:
     """Return the key in ``_KINDS`` for what differs between two shapes."""
     if len(old) == 2 and old[::-1] == new:
         return "transposed"
-    # A 1x1 convolution in the place of a linear layer, or a scalar of one element.
-    if [size for size in old if size != 1] == [size for size in new if size != 1]:
-        return "ones"
-
-    differing = [i for i, sizes in enumerate(zip(old, new, strict=False)) if sizes[0] != sizes[1]]
-    if re.search(_OF_POSITIONS, name):
-        # Not the width, which stands last.
-        return "other" if differing == [len(old) - 1] else "positions"
-    if len(old) == len(new) and differing == [0]:
-        is_of_words = len(old) <= 2 and re.search(_OF_WORDS, name)
-        return "vocabulary" if is_of_words else "outputs"
-    # The weight of a convolution has its outputs first, and then its inputs.
-    return "channels" if len(old) == len(new) >= 3 and differing == [1] else "other"
+    return "outputs" if old[1:] == new[1:] and len(old) == len(new) else "other"

@@ -193,20 +193,6 @@ _separate = without(vit(), r"qkv") | {
     for part in "qkv"
     for name, shape in linear(f"blocks.{i}.attn.{part}", 8, 8).items()
 }
-_attention = {
-    name: shape
-    for i in range(2)
-    for part in ("q_proj", "k_proj", "v_proj", "out_proj")
-    for name, shape in linear(f"layers.{i}.self_attn.{part}", 8, 8).items()
-}
-_in_proj = only(_attention, "out_proj") | {
-    name: shape
-    for i in range(2)
-    for name, shape in {
-        f"layers.{i}.self_attn.in_proj_weight": (24, 8),
-        f"layers.{i}.self_attn.in_proj_bias": (24,),
-    }.items()
-}
 _optimizer = {"state": {0: {"step": (), "exp_avg": (8, 8)}}, "param_groups": [{"lr": 0.1}]}
 
 KINDS = [
@@ -267,20 +253,16 @@ KINDS = [
         },
         (r"norm1.*norm2|norm2.*norm1", r"layer_norms"),
     ),
-    case("a typo", vit(), sub((r"patch_embed", "pacth_embed")), r"'pacth_embed'.*'patch_embed'"),
     case("a number moved", _mlp, sub((r"^5\.", "4.")), r"checkpoint .*'4'", r"model .*'5'"),
     Mismatch(
         "q, k, v joined by the model", vit(), _separate, (r"'blocks\.\*\.attn\.q'", r"\.qkv'")
     ),
-    Mismatch("q, k, v split by the model", _separate, vit(), (r"'blocks\.\*\.attn\.q'", r"\.qkv'")),
-    Mismatch("in_proj split", _attention, _in_proj, (r"q_proj", r"in_proj_weight")),
     Mismatch("Conv1D", gpt2(), gpt2(turned=True), (r"transposed",)),
-    Mismatch("fewer layers", vit(depth=2), vit(depth=4), (r"'blocks'.*\b4\b.*\b2\b",)),
     Mismatch("more layers", vit(depth=4), vit(depth=2), (r"'blocks'.*\b[24]\b.*\b[24]\b",)),
     Mismatch("width", vit(width=16), vit(width=8), (r"width.*\b8\b.*\b16\b",)),
     Mismatch("classes", resnet(classes=5), resnet(), (r"classes.*\b10\b.*\b5\b",)),
-    Mismatch("vocabulary", bert(vocabulary=31), bert(), (r"vocabulary.*\b30\b.*\b31\b",)),
-    Mismatch("positions", vit(tokens=10), vit(), (r"pos_embed", r"length|resolution|position")),
+    Mismatch("vocabulary", bert(vocabulary=31), bert(), (r"words.*\b30\b.*\b31\b",)),
+    Mismatch("positions", vit(tokens=10), vit(), (r"sizes: 'pos_embed'",)),
     case(
         "LoRA",
         vit(),
@@ -317,24 +299,6 @@ _densenet = {
         | conv(f"{home}.conv2", 8, 16, 3)
     ).items()
 }
-_vision_vit = {
-    name: shape
-    for i in range(2)
-    for home in [f"encoder.layers.encoder_layer_{i}"]
-    for name, shape in (
-        norm(f"{home}.ln_1", 8)
-        | linear(f"{home}.self_attention.out_proj", 8, 8)
-        | norm(f"{home}.ln_2", 8)
-        | linear(f"{home}.mlp.0", 32, 8)
-        | linear(f"{home}.mlp.3", 8, 32)
-    ).items()
-}
-_retina = {
-    name: shape
-    for head in ("classification_head", "regression_head")
-    for i in range(4)
-    for name, shape in conv(f"head.{head}.conv.{i}.0", 8, 8, 3, bias=True).items()
-}
 _vgg = conv("features.0", 8, 3, 3, bias=True) | conv("features.2", 8, 8, 3, bias=True)
 _vgg |= conv("features.5", 16, 8, 3, bias=True) | conv("features.7", 16, 16, 3, bias=True)
 _vgg_bn: Shapes = {}
@@ -359,18 +323,6 @@ for _i in range(3):
     _hf_vit |= linear(f"{_home}.intermediate.dense", 32, 8) | linear(f"{_home}.output.dense", 8, 32)
     _hf_vit |= norm(f"{_home}.layernorm_before", 8) | norm(f"{_home}.layernorm_after", 8)
 
-_convnext: Shapes = {}
-for _stage, _width in ((0, 8), (1, 16)):
-    if _stage:
-        _convnext |= norm("stages.1.downsample.0", 8)
-        _convnext |= conv("stages.1.downsample.1", 16, 8, 2, bias=True)
-    for _i in range(2):
-        _home = f"stages.{_stage}.blocks.{_i}"
-        _convnext |= {f"{_home}.gamma": (_width,)} | norm(f"{_home}.norm", _width)
-        _convnext |= conv(f"{_home}.conv_dw", _width, 1, 7, bias=True)
-        _convnext |= linear(f"{_home}.mlp.fc1", 4 * _width, _width)
-        _convnext |= linear(f"{_home}.mlp.fc2", _width, 4 * _width)
-
 _mae_decoder = {
     "mask_token": (1, 1, 6),
     "decoder_pos_embed": (1, 5, 6),
@@ -379,52 +331,11 @@ _mae_decoder = {
     **norm("decoder_norm", 6),
     **linear("decoder_pred", 48, 6),
 }
-_swin: Shapes = {}
-for _i in range(2):
-    _home = f"layers.0.blocks.{_i}"
-    _swin |= norm(f"{_home}.norm1", 8) | linear(f"{_home}.attn.qkv", 24, 8)
-    _swin |= {f"{_home}.attn.relative_position_bias_table": (169, 2)}
-_swin_file = {n: (529, 2) if n.endswith("table") else s for n, s in _swin.items()} | {
-    f"layers.0.blocks.{i}.attn.relative_position_index": (144, 144) for i in range(2)
-}
-_mixtral = {
-    name: shape
-    for i in range(2)
-    for home in [f"model.layers.{i}.mlp.experts"]
-    for name, shape in {f"{home}.gate_up_proj": (4, 24, 8), f"{home}.down_proj": (4, 8, 12)}.items()
-}
-_mixtral_file = {
-    name: shape
-    for i in range(2)
-    for expert in range(4)
-    for home in [f"model.layers.{i}.mlp.experts.{expert}"]
-    for name, shape in (
-        linear(f"{home}.gate_proj", 12, 8, bias=False)
-        | linear(f"{home}.up_proj", 12, 8, bias=False)
-        | linear(f"{home}.down_proj", 8, 12, bias=False)
-    ).items()
-}
 _lora = {
     f"model.layers.{i}.self_attn.q_proj.lora_{part}.default.weight": shape
     for i in range(2)
     for part, shape in (("A", (2, 8)), ("B", (8, 2)))
 }
-_vae = norm("mid_block.attentions.0.group_norm", 8)
-for _part in ("to_q", "to_k", "to_v", "to_out.0"):
-    _vae |= linear(f"mid_block.attentions.0.{_part}", 8, 8)
-for _i in range(2):
-    _vae |= norm(f"mid_block.resnets.{_i}.norm1", 8)
-    _vae |= conv(f"mid_block.resnets.{_i}.conv1", 8, 8, 3, bias=True)
-_unet = conv("conv_in", 8, 9, 3, bias=True) | conv("conv_out", 4, 8, 3, bias=True)
-_unet |= linear("time_embedding.linear_1", 32, 8) | conv("down_blocks.0.conv1", 8, 8, 3, bias=True)
-_diffusion = linear("time_embed.0", 32, 8) | conv("input_blocks.0.0", 8, 4, 3, bias=True)
-_diffusion |= norm("out.0", 8) | conv("out.2", 4, 8, 3, bias=True)
-_segmenter = prefixed("backbone.", without(resnet(), "fc"))
-_segmenter |= conv("decode_head.conv_seg", 19, 16, 1, bias=True)
-_roberta = prefixed("encoder.sentence_encoder.", _attention)
-_roberta |= {"encoder.sentence_encoder.embed_tokens.weight": (30, 8)}
-_roberta_file = prefixed("decoder.sentence_encoder.", _in_proj)
-_roberta_file |= {"decoder.sentence_encoder.embed_tokens.weight": (30, 8)}
 _vocoder: Shapes = {}
 _vocoder_file: Shapes = {}
 for _i in range(3):
@@ -448,19 +359,6 @@ LIBRARIES = [
         sub((r"(norm|conv)([12])\.", r"\1.\2.")),
         r"another library.*norm\.1\.weight.*norm1\.weight",
     ),
-    case(
-        "torchvision: ViT's MLPBlock, version 1",
-        _vision_vit,
-        sub((r"mlp\.0", "mlp.linear_1"), (r"mlp\.3", "mlp.linear_2")),
-        r"linear_1.*\b0\b",
-        r"linear_2.*\b3\b",
-    ),
-    case(
-        "torchvision: RetinaNet's heads, version 1",
-        _retina,
-        sub((r"conv\.(\d)\.0", r"conv.\1")),
-        r"another library.*conv\.0\.weight.*conv\.0\.0\.weight",
-    ),
     Mismatch(
         "torchvision: VGG for VGG with BatchNorm",
         _vgg_bn,
@@ -471,18 +369,6 @@ LIBRARIES = [
             for old, new in ((2, 3), (5, 7), (7, 10))
             for leaf in ("weight", "bias")
         },
-    ),
-    Mismatch(
-        "timm: a distilled DeiT",
-        vit(),
-        vit(tokens=6) | {"dist_token": (1, 1, 8)} | linear("head_dist", 10, 8),
-        (r"pos_embed", r"dist_token|head_dist"),
-    ),
-    Mismatch(
-        "timm: Swin with another window",
-        _swin,
-        _swin_file,
-        (r"relative_position_bias_table", r"relative_position_index"),
     ),
     Mismatch(
         "transformers to timm: ViT",
@@ -513,20 +399,6 @@ LIBRARIES = [
         },
     ),
     case(
-        "timm: ConvNeXt of its authors",
-        _convnext,
-        sub(
-            (r"stages\.1\.downsample", "downsample_layers.1"),
-            (r"\.blocks\.", "."),
-            ("conv_dw", "dwconv"),
-            (r"mlp\.fc", "pwconv"),
-        ),
-        r"blocks",
-    ),
-    Mismatch(
-        "timm: num_classes=0", without(vit(), "head"), vit(), (r"only the checkpoint.*'head'",)
-    ),
-    case(
         "MAE: a pre-trained encoder",
         vit(),
         same,
@@ -535,15 +407,6 @@ LIBRARIES = [
         less="head",
         more=_mae_decoder,
         wrap=lambda state: {"model": state},
-    ),
-    case(
-        "DINO: student and teacher",
-        without(vit(), "head"),
-        lambda n: f"module.backbone.{n}",
-        r"checkpoint\['(student|teacher)'\]",
-        r"'module\.backbone\.'",
-        more=linear("module.head.mlp.0", 16, 8) | linear("module.head.last_layer", 32, 16),
-        wrap=lambda state: {"student": state, "teacher": {**state}, "epoch": 99},
     ),
     case(
         "MoCo: two encoders",
@@ -559,24 +422,6 @@ LIBRARIES = [
         resnet(),
         {"epoch": -1, "model": Object(), "ema": None, "train_args": {"lr0": 0.01}},
         (r"'model'.*Object|'model'", r"not .*state dict|no state dict"),
-    ),
-    case(
-        "transformers: BertForMaskedLM for BertModel",
-        bert(),
-        lambda n: f"bert.{n}",
-        r"'bert\.'",
-        less="pooler",
-        more=norm("cls.predictions.transform.LayerNorm", 8)
-        | linear("cls.predictions.transform.dense", 8, 8)
-        | {"cls.predictions.bias": (30,)},
-    ),
-    case(
-        "transformers: BertModel for a classifier",
-        bert(prefix="bert.") | linear("classifier", 2, 8),
-        lambda n: n.removeprefix("bert."),
-        r"lack.*'bert\.'",
-        r"classifier",
-        less="classifier",
     ),
     case(
         "transformers: BERT from TensorFlow",
@@ -598,23 +443,6 @@ LIBRARIES = [
         (r"transposed", r"attn\.bias|masked_bias"),
     ),
     case(
-        "transformers to Meta: Llama",
-        llama(),
-        sub(
-            (r"^model\.", ""),
-            (r"embed_tokens", "tok_embeddings"),
-            (r"lm_head", "output"),
-            (r"self_attn\.(\w)_proj", r"attention.w\1"),
-            (r"mlp\.gate_proj", "feed_forward.w1"),
-            (r"mlp\.down_proj", "feed_forward.w2"),
-            (r"mlp\.up_proj", "feed_forward.w3"),
-            (r"input_layernorm", "attention_norm"),
-            (r"post_attention_layernorm", "ffn_norm"),
-        ),
-        r"attention.*self_attn|feed_forward.*mlp|lack.*'model\.'",
-    ),
-    Mismatch("transformers: Mixtral's experts", _mixtral, _mixtral_file, (r"experts",)),
-    case(
         "PEFT: a saved wrapper",
         llama(),
         lambda n: f"base_model.model.{re.sub(r'q_proj.weight', 'q_proj.base_layer.weight', n)}",
@@ -629,59 +457,12 @@ LIBRARIES = [
         (r"LoRA",),
     ),
     case(
-        "diffusers: the old attention block",
-        _vae,
-        sub(
-            (r"to_q", "query"),
-            (r"to_k", "key"),
-            (r"to_v", "value"),
-            (r"to_out\.0", "proj_attn"),
-        ),
-        r"query",
-        r"to_q",
-    ),
-    Mismatch(
-        "diffusers: text-to-image for inpainting",
-        _unet,
-        _unet | {"conv_in.weight": (8, 4, 3, 3)},
-        (r"channels.*conv_in",),
-    ),
-    case(
-        "CompVis: the whole latent diffusion model",
-        _diffusion,
-        lambda n: f"model.diffusion_model.{n}",
-        r"checkpoint\['state_dict'\]",
-        r"'model\.diffusion_model\.'",
-        more=conv("first_stage_model.encoder.conv_in", 8, 3, 3)
-        | {"betas": (10,), "cond_stage_model.transformer.embeddings.weight": (30, 8)},
-        wrap=lambda state: {"state_dict": state, "global_step": 470000, "callbacks": {}},
-    ),
-    Mismatch(
-        "mmsegmentation: another data set",
-        _segmenter,
-        {
-            "meta": {"epoch": 3},
-            "state_dict": {**_segmenter, **conv("decode_head.conv_seg", 150, 16, 1, bias=True)},
-        },
-        (r"checkpoint\['state_dict'\]", r"\b150\b.*\b19\b"),
-    ),
-    case(
         "torch: AveragedModel",
         resnet(),
         lambda n: f"module.{n}",
         r"'module\.'",
         r"n_averaged|average",
         more={"n_averaged": ()},
-    ),
-    Mismatch(
-        "fairseq: RoBERTa",
-        _roberta,
-        _roberta_file,
-        (r"decoder.*encoder", r"in_proj"),
-        {
-            name: name.replace("decoder", "encoder")
-            for name in only(_roberta_file, r"out_proj|embed")
-        },
     ),
     Mismatch(
         "HiFi-GAN: weight_norm and parametrizations",
@@ -703,49 +484,14 @@ LIBRARIES = [
     ),
 ]
 
-_wav2vec: Shapes = {}
-_whisper: Shapes = {}
 _clip: Shapes = {}
 _clip_file: Shapes = {}
-_efficient: Shapes = {}
 for _i in range(2):
-    _home = f"encoder.layers.{_i}"
     for _part in ("q_proj", "k_proj", "v_proj", "out_proj"):
-        _wav2vec |= linear(f"{_home}.attention.{_part}", 8, 8)
         _clip |= linear(f"vision_model.encoder.layers.{_i}.self_attn.{_part}", 8, 8)
-    _wav2vec |= norm(f"{_home}.layer_norm", 8) | norm(f"{_home}.final_layer_norm", 8)
-    _wav2vec |= linear(f"{_home}.feed_forward.intermediate_dense", 32, 8)
-    _wav2vec |= linear(f"{_home}.feed_forward.output_dense", 8, 32)
-    _home = f"model.decoder.layers.{_i}"
-    for _part in ("self_attn", "encoder_attn"):
-        for _leaf in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            _whisper |= linear(f"{_home}.{_part}.{_leaf}", 8, 8)
-        _whisper |= norm(f"{_home}.{_part}_layer_norm", 8)
-    _whisper |= norm(f"{_home}.final_layer_norm", 8)
-    _whisper |= linear(f"{_home}.fc1", 32, 8) | linear(f"{_home}.fc2", 8, 32)
     _home = f"visual.transformer.resblocks.{_i}.attn"
     _clip_file |= {f"{_home}.in_proj_weight": (24, 8), f"{_home}.in_proj_bias": (24,)}
     _clip_file |= linear(f"{_home}.out_proj", 8, 8)
-    _home = f"blocks.{_i}.0"
-    _efficient |= conv(f"{_home}.conv_dw", 8, 1, 3) | batch_norm(f"{_home}.bn1", 8)
-    _efficient |= conv(f"{_home}.conv_pw", 8 + 8 * _i, 8, 1) | batch_norm(
-        f"{_home}.bn2", 8 + 8 * _i
-    )
-_efficient |= conv("conv_stem", 8, 3, 3) | batch_norm("bn0", 8)
-_detector = without(resnet(), "fc") | linear("class_embed", 21, 8) | linear("bbox_embed", 4, 8)
-_rnn = {
-    name: shape
-    for end in ("l0", "l0_reverse")
-    for name, shape in {
-        f"rnn.weight_ih_{end}": (32, 4),
-        f"rnn.weight_hh_{end}": (32, 8),
-        f"rnn.bias_ih_{end}": (32,),
-        f"rnn.bias_hh_{end}": (32,),
-    }.items()
-}
-_fused = {name: shape for name, shape in resnet().items() if "bn" not in name} | {
-    name.replace("weight", "bias"): s[:1] for name, s in resnet().items() if "conv" in name
-}
 _quantized = {
     name: shape
     for whole, size in llama().items()
@@ -762,38 +508,6 @@ _quantized = {
 
 FRESH = [
     Mismatch("BERT for GPT-2", gpt2(), bert(), (r"another model",)),
-    Mismatch("ResNet for ViT", vit(), resnet(), (r"another model",)),
-    case(
-        "fairseq to transformers: wav2vec 2.0",
-        prefixed("wav2vec2.", _wav2vec),
-        sub(
-            (r"wav2vec2\.", ""),
-            (r"\.layer_norm", ".self_attn_layer_norm"),
-            (r"attention", "self_attn"),
-            (r"feed_forward\.intermediate_dense", "fc1"),
-            (r"feed_forward\.output_dense", "fc2"),
-        ),
-        r"self_attn.*attention|lack.*wav2vec2",
-    ),
-    case(
-        "OpenAI to transformers: Whisper's decoder",
-        _whisper,
-        sub(
-            (r"model\.decoder\.layers", "decoder.blocks"),
-            (r"self_attn_layer_norm", "attn_ln"),
-            (r"encoder_attn_layer_norm", "cross_attn_ln"),
-            (r"final_layer_norm", "mlp_ln"),
-            (r"self_attn\.", "attn."),
-            (r"encoder_attn\.", "cross_attn."),
-            (r"q_proj", "query"),
-            (r"k_proj", "key"),
-            (r"v_proj", "value"),
-            (r"out_proj", "out"),
-            (r"fc1", "mlp.0"),
-            (r"fc2", "mlp.2"),
-        ),
-        r"another library",
-    ),
     Mismatch(
         "OpenAI to transformers: CLIP's image encoder",
         _clip,
@@ -806,26 +520,6 @@ FRESH = [
             for name in only(_clip_file, "out_proj")
         },
     ),
-    case(
-        "EfficientNet-PyTorch to timm",
-        _efficient,
-        sub(
-            (r"conv_stem", "_conv_stem"),
-            (r"bn0", "_bn0"),
-            (r"blocks\.(\d)\.0\.", r"_blocks.\1."),
-            (r"conv_dw", "_depthwise_conv"),
-            (r"conv_pw", "_project_conv"),
-            (r"bn1", "_bn1"),
-            (r"bn2", "_bn2"),
-        ),
-        r"_blocks.*blocks",
-    ),
-    Mismatch(
-        "DETR: another data set",
-        _detector,
-        _detector | linear("class_embed", 92, 8),
-        (r"classes.*\b92\b.*\b21\b",),
-    ),
     Mismatch(
         "JAX: kernels",
         _net,
@@ -833,15 +527,6 @@ FRESH = [
         | {"params.head.kernel": (6, 3), "params.head.bias": (3,)},
         (r"'params\.'|kernel",),
         {"params.body.bias": "body.bias", "params.head.bias": "head.bias"},
-    ),
-    case("a Sequential around", prefixed("0.", _net), lambda n: n[2:], r"lack.*'0\.'"),
-    Mismatch("BatchNorm folded into convolutions", _fused, resnet(), (r"BatchNorm",)),
-    Mismatch("LSTM in one direction", without(_rnn, "reverse"), _rnn, (r"reverse|'rnn'",)),
-    Mismatch(
-        "LSTM with two layers",
-        without(_rnn, "reverse"),
-        {n.replace("l0_reverse", "l1"): s for n, s in _rnn.items()},
-        (r"_l1|'rnn'",),
     ),
     case(
         "model and average in one file",

@@ -152,7 +152,9 @@ def test_the_note_is_about_the_migrated_names():
 
         depth, classes = caught.value.__notes__
         assert depth == "another depth: 'blocks' has 3 entries in the checkpoint, 2 in the model"
-        assert classes.startswith("another number of outputs or classes: 'head.weight' is [3, 4]")
+        assert classes.startswith(
+            "another number of outputs, classes or words: 'head.weight' is [3, 4]"
+        )
 
 
 def test_a_newer_state_dict_is_refused(impl):
