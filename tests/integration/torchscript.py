@@ -1,7 +1,6 @@
 """Helpers of the tests of TorchScript."""
 
 import io
-import re
 from typing import Any
 
 import pytest

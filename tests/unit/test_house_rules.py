@@ -20,16 +20,16 @@ BOUNDS = {
     "files": 2_560,
     "compat": 1_950,
     "nn": 1_416,
-    "top level": 1_665,
+    "top level": 1_590,
     "cli": 1_197,
-    "migrations": 1_057,
-    "jit": 902,
-    "_fast_inference": 729,
+    "migrations": 964,
+    "jit": 895,
+    "_fast_inference": 611,
     "models": 416,
     "integrations": 593,
     "optim": 337,
 }
-SUM = 16_557
+SUM = 16_264
 
 
 def is_private(dotted):
@@ -60,7 +60,7 @@ def test_private_names_of_torch_stand_in_one_file(file):
 
 
 # How many private names of torch, and of what it holds, the two files use. It only falls.
-PRIVATE_NAMES = {"_upstream.py": 35, "jit/_upstream.py": 13}
+PRIVATE_NAMES = {"_upstream.py": 33, "jit/_upstream.py": 13}
 
 
 @for_each("name", PRIVATE_NAMES)

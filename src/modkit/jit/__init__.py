@@ -67,18 +67,12 @@ if TYPE_CHECKING:
 else:
     from modkit._namespace import mirror, publish
 
-    _OWN = (
-        "ScriptModule",
-        "freeze",
-        "interface",
-        "load",
-        "optimize_for_inference",
-        "save",
-        "script",
-        "script_method",
-        "trace",
-        "trace_module",
-    )
-    publish(__name__, *(globals()[name] for name in _OWN))
-    mirror("modkit.jit", {"modkit.jit": {name: globals()[name] for name in _OWN}})
-    del mirror, publish, TYPE_CHECKING
+    # What the imports above have brought in.
+    own = {
+        name: value
+        for name, value in globals().items()
+        if getattr(value, "__module__", "").startswith("modkit.jit.")
+    }
+    publish(__name__, *own.values())
+    mirror("modkit.jit", {"modkit.jit": own})
+    del mirror, own, publish, TYPE_CHECKING

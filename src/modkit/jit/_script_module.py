@@ -4,6 +4,9 @@
 ``modkit.nn.Module``, which finds parameters, buffers and children through views of C++.
 """
 
+# Where torch's classes of wrappers have a method, these may have a property.
+# pyright: reportIncompatibleMethodOverride=false
+
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -408,9 +411,9 @@ class TracedModule(ScriptModule, TorchTracedModule):  # type: ignore[misc]
 
     forward = TorchTracedModule.forward
 
-    code = _of_forward("code")  # pyright: ignore[reportIncompatibleMethodOverride]
-    inlined_graph = _of_forward("inlined_graph")  # pyright: ignore[reportIncompatibleMethodOverride]
-    code_with_constants = _of_forward("code_with_constants")  # pyright: ignore[reportIncompatibleMethodOverride]
+    code = _of_forward("code")
+    inlined_graph = _of_forward("inlined_graph")
+    code_with_constants = _of_forward("code_with_constants")
 
 
 class TopLevelTracedModule(ScriptModule, TorchTopLevelTracedModule):  # type: ignore[misc]
