@@ -68,7 +68,7 @@ Shell completion:
 
 
 EPILOG: Final = epilog(
-    "success: each file is known and intact",
+    "success; inspect and verify: each file is known and intact",
     "a file, the disk or a comparison failed; the error is one line",
 )
 

@@ -71,9 +71,10 @@ def average(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Average checkpoints of one model: torch or safetensors files, sharded or not.
+    """Average checkpoints of one model.
 
-    All names and shapes are compared before any tensor is read. OUTPUT is written atomically.
+    CKPT are torch or safetensors files, sharded or not. All names and shapes are compared before
+    any tensor is read. OUTPUT is written atomically.
 
     \b
     Examples:

@@ -64,13 +64,13 @@ def compat(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare modkit with the installed torch; any unlisted difference is an error.
+    """Compare modkit with the installed torch.
 
-    Without TARGET, the shared behaviors run with both. TARGET is a model, package.module:Class or
-    path/to/script.py:factory. It is built on torch, and on modkit by replacing torch.nn in its
-    package by modkit.nn, and the two are compared. Without --input, one is made for the first
-    layers, and shown. A model that cannot be called on either side is an error: nothing was
-    compared.
+    Any unlisted difference is an error. Without TARGET, the shared behaviors run with both. TARGET
+    is a model, package.module:Class or path/to/script.py:factory. It is built on torch, and on
+    modkit by replacing torch.nn in its package by modkit.nn, and the two are compared. Without
+    --input, one is made for the first layers, and shown. A model that cannot be called on either
+    side is an error: nothing was compared.
 
     With --tests, a pytest suite runs twice, as it is and with modkit in place of torch.nn in the
     modules of its project and in the packages of --swap; no file is changed. Outcomes and

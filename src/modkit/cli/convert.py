@@ -68,7 +68,7 @@ def convert(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Convert SRC, one checkpoint, to another format, dtype or number of files.
+    """Convert a checkpoint to another format, dtype or sharding.
 
     SRC is a torch or safetensors file, the index of a sharded checkpoint, a directory with one
     checkpoint, or all shards of one. Tensors are read one at a time. With --max-shard-size, the

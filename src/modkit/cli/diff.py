@@ -44,12 +44,13 @@ def diff(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Compare two checkpoints: torch or safetensors files, sharded or not.
+    """Compare two checkpoints.
 
-    Without --values, checkpoints are equal if names, shapes and dtypes are, and no tensor is read.
-    With it, the largest difference of each tensor is shown: absolute, and relative to the larger of
-    the two elements. NaN is equal to NaN. Names of one file alone are paired if names and shapes
-    tell which one was renamed; if they do not, all candidates are shown.
+    A and B are torch or safetensors files, sharded or not. Without --values, checkpoints are equal
+    if names, shapes and dtypes are, and no tensor is read. With it, the largest difference of each
+    tensor is shown: absolute, and relative to the larger of the two elements. NaN is equal to NaN.
+    Names of one file alone are paired if names and shapes tell which one was renamed; if they do
+    not, all candidates are shown.
 
     \b
     Examples:

@@ -55,10 +55,10 @@ def migrate(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Migrate the checkpoint SRC to the versions of a model whose classes declare migrations.
+    """Migrate a checkpoint to the present version of a model.
 
-    The model is built without arguments and without memory for its tensors. Tensors are read and
-    written one at a time. DST is written atomically.
+    The classes of the model declare migrations. The model is built without arguments and without
+    memory for its tensors. Tensors are read and written one at a time. DST is written atomically.
 
     \b
     Examples:

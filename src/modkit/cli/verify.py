@@ -40,12 +40,13 @@ _UNESCAPED: Final = {escape: char for char, escape in _ESCAPES.items()}
 def verify(
     paths: tuple[Path, ...], sums: Path | None, new_sums: Path | None, as_json: bool
 ) -> None:
-    """Test whether each PATH is intact: a model file, an index with its shards, or a folder.
+    """Test whether each PATH is intact.
 
-    A folder is searched recursively for model files. Checkpoints of torch.save, TorchScript and
-    torch.export archives have checksums. Safetensors files have none: only their header and their
-    sizes are tested, and their content is tested by --sha256sums alone. Names in such a file are
-    relative to its folder. Without PATH, all files that it lists are tested.
+    PATH is a model file, an index with its shards, or a folder, which is searched recursively for
+    model files. Checkpoints of torch.save, TorchScript and torch.export archives have checksums.
+    Safetensors files have none: only their header and their sizes are tested, and their content is
+    tested by --sha256sums alone. Names in such a file are relative to its folder. Without PATH, all
+    files that it lists are tested.
 
     \b
     Examples:
