@@ -51,9 +51,9 @@ MSG_UNFROZEN: Final = (
 )
 
 MSG_NO_UPDATE: Final = (
-    "EMA: there has been no update, but the model was trained since the EMA was created, so what "
-    "stands for the average is the training weights. Call update() after each optimizer step, or "
-    "attach() the optimizer that takes the steps"
+    "EMA: there has been no update, but the model was trained, since the latest one or since the "
+    "EMA was created: the average lacks these steps. Call update() after each optimizer step, or "
+    "attach() the optimizer that takes the steps, also one that was made later"
 )
 
 MSG_LEAVE_OUT: Final = (

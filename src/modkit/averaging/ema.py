@@ -443,21 +443,21 @@ class EMA(Generic[ModelT_co]):
         """Update after each step that the optimizer takes, until :meth:`detach`.
 
         Pass all optimizers of the model at once: the averages are then updated when each has
-        stepped, or one steps again. A state that is saved between their steps resumes there if they
-        are attached in the same order.
+        stepped, or one steps again. Save states after the last of them.
 
         Each outermost call of ``step()`` is one step, so accumulated gradients count once. These do
         not count: ``super().step()`` in a subclass, a step that raises, a step that a
         ``GradScaler`` skips, and the step by which ``torch.distributed.checkpoint`` allocates the
-        state of an optimizer. A fused optimizer skips steps on the device: on CPU they do not
-        count, on accelerators they do, because reading the flag would be a host sync.
+        state of an optimizer. A fused optimizer skips steps on the device, and they count, because
+        reading the flag would be a host sync.
 
         While the model holds an average, inside :meth:`applied` or between :meth:`copy_to` and
         :meth:`restore`, ``optimizer.step()`` raises RuntimeError before it changes anything,
         because the step would be taken from the average. The errors of :meth:`update` come out of
         ``optimizer.step()``, after the parameters have changed. So does a RuntimeError if the
-        optimizer has got other parameters since, as from DeepSpeed or apex, whose steps write the
-        model later: call :meth:`update` after them instead.
+        optimizer trains other parameters since, as DeepSpeed's, whose steps write the model later:
+        call :meth:`update` after them instead. An optimizer that is made later is not attached, and
+        :meth:`applied` warns once if it has trained the model.
 
         Args:
             *optimizers: Optimizers of averaged parameters. Attach the optimizer itself, not a
@@ -555,8 +555,9 @@ class EMA(Generic[ModelT_co]):
                 note instead.
 
         Warns:
-            UserWarning: Once, if the model was trained since this object was created, and there has
-                been no update: the block sees the training weights. :meth:`copy_to`,
+            UserWarning: Once, if the model was trained since this object was created, or since an
+                attached optimizer's last step, and there has been no update: the average lacks
+                these steps. :meth:`copy_to`,
                 :attr:`module` and :meth:`averaged_model` warn too. Fused optimizers are not
                 noticed, because torch does not count their writes. If the block has written to or
                 replaced a buffer that is copied, not averaged, once for each: the model has its
@@ -568,7 +569,7 @@ class EMA(Generic[ModelT_co]):
 
     def _pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with a model, or take the pairing of the latest calls."""
-        if not self.step:
+        if not self.step or self._steps.versions is not None:
             self._warn_of_no_update()
         engine = self._engine
         # With its type: True is not an index.
@@ -576,9 +577,11 @@ class EMA(Generic[ModelT_co]):
         return engine.swaps.get(model, key, lambda: engine.pair(model, index))
 
     def _warn_of_no_update(self) -> None:
-        """Warn once if the model was trained without an update."""
-        writes = self._writes
-        if writes is not None and not self.step and self._engine.writes() - writes >= _TRAINED:
+        """Warn once if the model was trained since the last update, before it or by attach()."""
+        if self._writes is None:
+            return
+        writes = self._steps.writes() if self.step else self._engine.writes() - self._writes
+        if writes >= _TRAINED:
             self._writes = None
             warn_user(MSG_NO_UPDATE)
 
@@ -879,8 +882,6 @@ class EMA(Generic[ModelT_co]):
             - ``"averages"``: for each average its ``"tensors"``, states
               of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
             - ``"buffers"``: the copied buffers;
-            - ``"stepped"``: indices of the attached optimizers that have stepped in an unfinished
-              training step, if there is one;
             - ``"raw"``: the training weights, if the model holds an average.
         """
         state: dict[str, Any] = {
@@ -894,7 +895,6 @@ class EMA(Generic[ModelT_co]):
             "versions": ema_state.versions_of(self.model),
             "first_shares": self._first_shares,
             **self._engine.state_dict(),
-            **self._steps.state_dict(),
         }
 
         # The model's own state holds the average then, and only this one the training weights.
@@ -1001,7 +1001,7 @@ class EMA(Generic[ModelT_co]):
         self._first_shares = loaded.first_shares
         self.update_every = loaded.update_every
         self.update_after_step = loaded.update_after_step
-        self._steps.load(loaded.stepped)
+        self._steps.restart()
         self._writes = self._engine.writes()
 
     def __copy__(self) -> NoReturn:

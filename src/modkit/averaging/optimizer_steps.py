@@ -1,6 +1,5 @@
 """Which calls of ``optimizer.step()`` are training steps, for averages with attached optimizers."""
 
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from functools import partial
@@ -20,7 +19,6 @@ from modkit._upstream import (
     step_hooks,
     steps_in_progress,
 )
-from modkit.averaging.precision import HOST_DEVICES
 from modkit.averaging.sharding import local_shard
 from modkit.averaging.swap import versions_of
 
@@ -57,49 +55,34 @@ def trains_any(optimizer: Optimizer, ids: AbstractSet[int]) -> bool:
     return not ids.isdisjoint(_trained_by(optimizer))
 
 
-class _Calls(threading.local):
-    """The number of steps that have begun and not ended, per thread."""
-
-    count = 0
-
-
 class OptimizerSteps:
-    """Attached optimizers, and the indices of those that have stepped in this training step.
+    """Attached optimizers, and those that have stepped in this training step.
 
     A training step ends when each optimizer has stepped, or when one steps again. These calls of
     ``step()`` are not steps of their own:
 
     - one inside another step of the same optimizer, such as ``super().step()`` in a subclass;
     - one that raises;
-    - the one by which ``torch.distributed.checkpoint`` allocates the state of an optimizer;
-    - one of a fused optimizer that skips it, where the flag of the ``GradScaler`` is in host
-      memory.
-
-    Args:
-        stepped: Indices of the optimizers that have stepped in this training step.
+    - the one by which ``torch.distributed.checkpoint`` allocates the state of an optimizer.
 
     Attributes:
-        stepped: Indices of those that have stepped in this training step.
         versions: Versions of parameters when the averages were last updated by an optimizer's step.
     """
 
-    def __init__(self, stepped: Iterable[int] = ()) -> None:
+    def __init__(self) -> None:
         # Weak, because the hooks of an optimizer hold these averages.
         self._optimizers: list[weakref.ref[Optimizer]] = []
         # The ids of the parameters of each optimizer, when they were last compared.
         self._trained: dict[int, list[int]] = {}
-        self.stepped: set[int] = set(stepped)
+        self._stepped: set[int] = set()
         self._handles: list[RemovableHandle] = []
         self.versions: list[int] | None = None
         self._has_warned = False
-        # Optimizers may step in backward, which runs in a thread for each device.
-        self._lock = threading.Lock()
-        self._calls = _Calls()
 
     @override
-    def __reduce__(self) -> tuple[type[Self], tuple[set[int]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         # Optimizers are not copied.
-        return type(self), (set(self.stepped),)
+        return type(self), ()
 
     def attach(
         self,
@@ -141,15 +124,21 @@ class OptimizerSteps:
         self, refuse: Callable[[], None], update: Callable[[], None], index: int, *call: Any
     ) -> None:
         refuse()
+        self.versions = None
         # If only some optimizers have stepped when one steps again, the training step is over.
-        if self._begin(index, *call):
+        if index in self._stepped and _counts(*call):
+            self._stepped.clear()
             update()
 
     @never_compiled
     def _after(
         self, averaged: _Parameters, update: Callable[[], None], index: int, *call: Any
     ) -> None:
-        if self._end(index, *call):
+        if not _counts(*call):
+            return
+        self._stepped.add(index)
+        if self._stepped >= self.optimizers.keys():
+            self._stepped.clear()
             self._check_trained(averaged)
             update()
             self.versions = self._versions_now()
@@ -167,18 +156,14 @@ class OptimizerSteps:
         model after this step: the averages would lag one step behind.
         """
         for index, optimizer in self.optimizers.items():
-            before = self._trained[index]
             now = _trained_by(optimizer)
-            if now == before:
+            if now == self._trained[index]:
                 continue
-            ids = set(map(id, averaged()))
-            # Some may keep theirs, as those in float32 under apex do. Fewer are trained on purpose.
-            lost = ids.intersection(before).difference(now)
-            if ids.isdisjoint(now) or (lost and len(now) >= len(before)):
+            if not trains_any(optimizer, set(map(id, averaged()))):
                 raise RuntimeError(
                     f"EMA: {type(optimizer).__name__} no longer holds averaged parameters: since "
                     "attach(), others have taken their place, such as the master weights of "
-                    "DeepSpeed or apex, from which the model is written after this step. The step "
+                    "DeepSpeed, from which the model is written after this step. The step "
                     f"was taken and not averaged. Call detach(), and {_CALL_UPDATE}"
                 )
             self._trained[index] = now
@@ -190,87 +175,12 @@ class OptimizerSteps:
         self._optimizers = []
         self._trained = {}
         self._handles = []
-        self.stepped = set()
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget a training step that has begun, as in a run that is resumed."""
+        self._stepped = set()
         self.versions = None
-
-    def state_dict(self) -> dict[str, list[int]]:
-        """Return which optimizers have stepped; empty between training steps."""
-        return {"stepped": sorted(self.stepped)} if self.stepped else {}
-
-    def load(self, stepped: Iterable[int]) -> None:
-        """Continue a training step that was saved before it was over."""
-        self.stepped = set(stepped)
-        self.versions = None
-
-    def _in_progress(self, index: int, calls: int) -> list[int]:
-        """Return the indices of the optimizers that are stepping in this thread, innermost first.
-
-        ``calls`` is how many steps have begun and not ended. After a step that raised it is too
-        high, because torch runs no post hook then. Only the stack has the truth, and reading it
-        takes as long as a small update.
-        """
-        if calls <= 1:
-            return [index]
-        # A wrapper and the optimizer inside are two objects with one table of hooks.
-        indices = {id(step_hooks(o)): place for place, o in self.optimizers.items()}
-        tables = [id(step_hooks(optimizer)) for optimizer in steps_in_progress()]
-        return [indices[table] for table in tables if table in indices] or [index]
-
-    def _is_complete(self) -> bool:
-        return self.stepped >= self.optimizers.keys()
-
-    def _counts(self, index: int, optimizer: Optimizer, keywords: Mapping[str, Any]) -> bool:
-        """Return True unless a step is skipped or serves another purpose than to train."""
-        if index >= len(self._optimizers):
-            # A copied optimizer may have copied the hooks, and with them these averages.
-            return False
-
-        # A GradScaler sets the flag of a fused optimizer, whose kernel then does nothing.
-        flag = getattr(optimizer, "found_inf", None)
-        if isinstance(flag, torch.Tensor) and flag.device.type in HOST_DEVICES and flag.any():
-            return False
-
-        # ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a
-        # learning rate of 0, so that there is a state to load into.
-        is_without_closure = "closure" in keywords and keywords["closure"] is None
-        return not (is_without_closure and is_allocating_state())
-
-    def _begin(
-        self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
-    ) -> bool:
-        """Note that an optimizer begins a step."""
-        self.versions = None
-        stepping = self._in_progress(index, self._calls.count + 1)
-        self._calls.count = len(stepping)
-        if (
-            len(stepping) > 1
-            or index not in self.stepped
-            or not self._counts(index, optimizer, keywords)
-        ):
-            return False
-
-        with self._lock:
-            # A loaded state may be of a run with more optimizers.
-            is_unfinished = not self._is_complete()
-            self.stepped.clear()
-        return is_unfinished
-
-    def _end(
-        self, index: int, optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]
-    ) -> bool:
-        """Note that an optimizer has ended a step, with the arguments of :meth:`_begin`."""
-        outer = self._in_progress(index, self._calls.count)[1:]
-        self._calls.count = len(outer)
-        if index in outer or not self._counts(index, optimizer, keywords):
-            return False
-
-        with self._lock:
-            self.stepped.add(index)
-            # The optimizer around it decides.
-            if outer or not self._is_complete():
-                return False
-            self.stepped.clear()
-        return True
 
     def warn_if_updated(self) -> None:
         """Warn once if an attached optimizer has already updated the averages for this step."""
@@ -283,6 +193,11 @@ class OptimizerSteps:
             "detach() ends the updates by optimizers."
         )
 
+    def writes(self) -> int:
+        """Return how often parameters were written to since an attached optimizer's last step."""
+        pairs = zip(self._versions_now(), self.versions or (), strict=False)
+        return max((now - then for now, then in pairs), default=0)
+
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.
         groups = chain.from_iterable(
@@ -291,3 +206,17 @@ class OptimizerSteps:
         first = [group["params"][0] for group in groups if group["params"]]
         # A write to a sharded tensor does not count for its local shard, nor the other way round.
         return versions_of([*first, *map(local_shard, first)])
+
+
+def _counts(optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]) -> bool:
+    """Return True unless a step is a part of another one, or serves another purpose than to train.
+
+    ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a learning
+    rate of 0, so that there is a state to load into.
+    """
+    # A wrapper and the optimizer inside are two objects with one table of hooks.
+    table = step_hooks(optimizer)
+    if sum(step_hooks(stepping) is table for stepping in steps_in_progress()) > 1:
+        return False
+    is_without_closure = "closure" in keywords and keywords["closure"] is None
+    return not (is_without_closure and is_allocating_state())

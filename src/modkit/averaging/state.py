@@ -36,7 +36,7 @@ _FAILURES: Final = (
 )
 
 # The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
-# since later releases "raw", "stepped" and "statistics" if there are any.
+# since later releases "raw" and "statistics" if there are any.
 VERSION: Final = 1
 _MISFIT: Final = "EMA: the state does not fit the model"
 _MSG_OTHER_SHARDS: Final = (
@@ -165,7 +165,6 @@ class LoadedState:
         update_after_step: Number of calls before the first one.
         buffers: Copied tensors by name.
         raw: Training weights, if the state was saved while the model held an average.
-        stepped: Indices of the attached optimizers that had stepped in an unfinished training step.
         foreign: True for states of other libraries, whose precision is not that of the average.
         mixed: True if the averages may hold tensors that are not averaged.
         versions: The versions of the model's modules by path, as a state dict's ``_metadata``, or
@@ -182,7 +181,6 @@ class LoadedState:
     update_after_step: int = 0
     buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     raw: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
-    stepped: frozenset[int] = frozenset()
     foreign: bool = False
     mixed: bool = False
     versions: Mapping[str, Any] | None = None
@@ -300,7 +298,6 @@ def _read_own(state: Part, schedules: list[Schedule]) -> LoadedState:
         update_after_step=state["update_after_step"].count(),
         buffers=state.get("buffers", {}).tensors(),
         raw=state.get("raw", {}).tensors(),
-        stepped=state.get("stepped", ()).made(lambda saved: frozenset(map(operator.index, saved))),
         versions=state.get("versions").made(_versions),
         first_shares=shares or None,
     )
