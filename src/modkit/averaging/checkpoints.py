@@ -3,7 +3,7 @@
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -57,8 +57,9 @@ def average_checkpoints(
 
     Returns:
         The tensors by name, in the order of the first file. Integer and boolean tensors are those
-        of the last file. Names that are tied in all files share a tensor. If the files hold the
-        versions of modules, so does the dict, which is an ``OrderedDict`` then.
+        of the last file. Tied tensors are equal, and no longer share memory: loading them into the
+        model ties them again. If the files hold the versions of modules, so does the dict, which is
+        an ``OrderedDict`` then.
 
     Raises:
         TypeError: If ``paths`` is a single path.
@@ -90,11 +91,10 @@ def average_checkpoints(
         _check_kinds(path, dtypes, checkpoint.dtypes)
         return checkpoint
 
-    ties_of_others = [_ties(fitting(path)) for path in files[1:]]
-    second_names = dict(_ties(first).intersection(*ties_of_others))
+    for path in files[1:]:
+        fitting(path)
     del first
 
-    names = [name for name in shapes if name not in second_names]
     averages: dict[str, Tensor] = {}
     total = 0.0
     # With negative weights last, no part of the sum is 0.
@@ -103,22 +103,22 @@ def average_checkpoints(
         total += shares[index]
         # Compared again: a running training job may have replaced the file since.
         checkpoint = fitting(files[index])
-        for done, name in enumerate(names, 1):
+        for done, name in enumerate(shapes, 1):
             # A running mean is exact for equal values, where a sum of parts is not.
             fraction = shares[index] / total if total else 0.0
             tensor = checkpoint.tensor(name)
             _add(averages, name, tensor, fraction, device, is_last=index == len(files) - 1)
             if progress is not None:
-                progress((count + done / len(names)) / len(files))
+                progress((count + done / len(shapes)) / len(files))
         # Before the next one is opened.
         del checkpoint
 
-    for name in names:
+    for name in shapes:
         # One at a time: the averages are not all in memory in two dtypes.
         averages[name] = cast(name, averages[name], dtypes[name], dtype)
-    result = OrderedDict((name, averages[second_names.get(name, name)]) for name in shapes)
     if not versions:
-        return dict(result)
+        return averages
+    result = OrderedDict(averages)
     # Some modules, torchvision's MNASNet for instance, refuse to load a state without its version.
     vars(result)["_metadata"] = dict(versions)
     return result
@@ -172,20 +172,6 @@ def _kind(dtype: str) -> str:
     return next((kind for kind in ("float", "complex") if name.startswith(kind)), "integer")
 
 
-def _ties(checkpoint: Checkpoint) -> frozenset[tuple[str, str]]:
-    """Return each name whose tensor has an earlier name, with that name."""
-    first_name_of: dict[Hashable, str] = {}
-    pairs: set[tuple[str, str]] = set()
-    for name in checkpoint.shapes:
-        memory = checkpoint.memory(name)
-        if memory is None:
-            continue
-        first_name = first_name_of.setdefault(memory, name)
-        if first_name != name:
-            pairs.add((name, first_name))
-    return frozenset(pairs)
-
-
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
     """Cast an average; integers stay as they are.
 
@@ -211,14 +197,12 @@ def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> T
     # A narrower dtype may turn a finite value into infinity, which a model would only show later.
     result = average.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(average.dtype).max:
-        # torch does not know which values of 8 bits are finite.
+        # torch does not know which values of 8 bits are finite. Some of these dtypes have no
+        # infinity, and the maximum instead of what is too large.
         wide = kept_dtype(average.dtype, "fp32")
         values = average.to(wide)
-        lost = values.isfinite() & ~result.to(wide).isfinite()
-        if dtype.itemsize == 1:
-            # Some have no infinity, and the maximum instead of what is too large.
-            largest = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 2)
-            lost |= values.isfinite() & (values.abs() > largest)
+        largest = torch.finfo(dtype).max * (1 + torch.finfo(dtype).eps / 2)
+        lost = values.isfinite() & ((values.abs() > largest) | ~result.to(wide).isfinite())
         if lost.any():
             value = values[lost][0]
             raise ValueError(shown(f"{name} has the value {value}, too large for {dtype}"))
