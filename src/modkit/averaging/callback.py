@@ -1,7 +1,7 @@
 """``EMACallback``: an ``EMA`` behind the hooks that training loops call."""
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, cast
@@ -12,7 +12,7 @@ from typing_extensions import TypeVar, Unpack
 from modkit._interrupts import critical
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.options import Device, EMAOptions, Options, check_index, checked_count
+from modkit.averaging.options import EMAOptions, Options, check_index, checked_count
 from modkit.averaging.schedules import Decays, schedules_of
 from modkit.averaging.swap import Pairing, any_swapped, exchanged
 from modkit.averaging.tensors import NamedTensors
@@ -30,12 +30,6 @@ NO_AVERAGES: Final = (
 
 def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
     """Check the options of a callback that gets its model, whose names globs are for, later."""
-    if isinstance(cast("object", decay), torch.nn.Module):
-        raise TypeError(
-            f"EMACallback: decay is a model, {type(decay).__name__}. A Trainer passes its model to "
-            "this class; in a hand-written loop use modkit.EMACallback(model, optimizer)"
-        )
-
     rest: dict[str, Any] = {**options}
     schedules = schedules_of(decay, rest.pop("schedule", None))
     checked_count("update_after_step", rest.pop("update_after_step", 0), 0)
@@ -187,7 +181,7 @@ def _swapped(ema: EMA[Any], index: int | None) -> AbstractContextManager[None]:
 
 
 class BlocksOfEvaluation(Generic[ModelT_co]):
-    """Base of the three classes ``EMACallback``: blocks of an evaluation, and statistics."""
+    """Base of the three classes ``EMACallback``: blocks of an evaluation."""
 
     # An EMA, or None until a trainer has passed its model.
     ema: Any
@@ -274,37 +268,6 @@ class BlocksOfEvaluation(Generic[ModelT_co]):
         """
         self._before_evaluation()
         return self._evaluation.block(self.ema, None)
-
-    def update_bn(
-        self,
-        loader: Iterable[Any],
-        device: Device = None,
-        *,
-        call: Callable[[Any, Any], object] | None = None,
-    ) -> None:
-        """Compute the batch normalization statistics of the average. See ``EMA.update_bn``.
-
-        Call it before :meth:`evaluating`, not inside. The statistics belong to the average
-        ``index`` of the callback until its next update; the model in training does not change.
-
-        Args:
-            loader: Yields batches: a tensor, or a list or tuple that begins with the model's input.
-            device: Device that inputs are moved to. Default: they are not moved.
-            call: Function of the model and a batch that calls the model, for batches of keywords
-                or several inputs. Default: the model is called with its first input.
-
-        Raises:
-            IndexError: If ``index`` was set to one that no average has.
-            TypeError: If the loader cannot be iterated over. Nothing has been changed.
-            RuntimeError: If there are no averages, the model holds an average, or before the first
-                update.
-            NameMismatchError: If names or shapes of the model have changed since the last update.
-            ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
-                has been changed.
-        """
-        if self.ema is None:
-            raise RuntimeError("EMACallback.update_bn(): there are no averages. Train first.")
-        self.ema.update_bn(loader, device, index=self.index, call=call)
 
 
 class HooksOfEvaluation(BlocksOfEvaluation[ModelT_co]):

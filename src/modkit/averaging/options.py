@@ -131,20 +131,12 @@ class Options:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        checked_count("seed", self.seed, 0, self.owner)
         if self.device is not None and self.device.type == "meta":
             raise ValueError(
                 f"{self.owner}: device is meta, where averages would have no values. Pass another "
                 "one, or None for that of each parameter. Nothing has been changed."
             )
-
-        # Torch says what a seed is; the generators are made later, one for each device.
-        try:
-            torch.Generator().manual_seed(self.seed)
-        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise ValueError(
-                f"{self.owner}: seed must be an int of at most 64 bits, got {self.seed!r}"
-            ) from error
-
         object.__setattr__(self, "include", self._names_in("include", self.include))
         object.__setattr__(self, "exclude", self._names_in("exclude", self.exclude))
 
@@ -186,30 +178,28 @@ class Options:
 
         ``"*"`` is not one, and a lazy model does not have all of its tensors yet.
         """
-        globs = [("include", glob) for glob in _globs_of(self.include)]
-        globs += [("exclude", glob) for glob in _globs_of(self.exclude)]
-        if isinstance(self.buffers, Mapping):
-            globs += [("buffers", glob) for glob in self.buffers]
+        globs = {
+            "include": _globs_of(self.include),
+            "exclude": _globs_of(self.exclude),
+            "buffers": self.buffers if isinstance(self.buffers, Mapping) else (),
+        }
         # Without globs, the model need not be walked.
-        named = NamedTensors(model) if globs else None
+        named = NamedTensors(model) if any(globs.values()) else None
         if named is None or named.has_lazy():
             return
 
-        names = [*named.parameters, *named.buffers]
-        buffers = [*named.buffers, *named.empty]
         unused: list[str] = []
-        for option, glob in globs:
-            candidates = buffers if option == "buffers" else named.parameters
-            if glob != "*" and not any(fnmatch.fnmatchcase(name, glob) for name in candidates):
-                unused.append(f"{option}={glob!r}")
-
+        for option, chosen in globs.items():
+            names = [*named.buffers, *named.empty] if option == "buffers" else named.parameters
+            matched = {"*", *(glob for glob in chosen if any(_matches(glob, n) for n in names))}
+            unused += [f"{option}={glob!r}" for glob in chosen if glob not in matched]
         if unused:
-            first_names = ", ".join(names[:8])
+            first_names = ", ".join([*named.parameters, *named.buffers][:8])
             tied = [f"; {alias} is tied to {name}" for alias, name in named.aliases.items()]
             raise ValueError(
                 f"{self.owner}: no name of {type(model).__name__} matches {', '.join(unused)}. The "
-                f"names of its {len(names)} tensors begin with {first_names}{''.join(tied[:4])}. "
-                "Correct the globs, or leave them out."
+                f"names of its tensors begin with {first_names}{''.join(tied[:4])}. Correct the "
+                "globs, or leave them out."
             )
 
     def kept_dtype(self, dtype: torch.dtype) -> torch.dtype:

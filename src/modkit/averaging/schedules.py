@@ -469,7 +469,7 @@ def as_schedule(decay: Decay, name: str = "decay") -> Schedule:
     if _is_function(decay):
         return Custom(decay)
     is_model = isinstance(decay, torch.nn.Module)
-    got = f"the model {type(decay).__name__}" if is_model else repr(decay)
+    got = f"the model {type(decay).__name__} (see modkit.EMA)" if is_model else repr(decay)
     raise TypeError(
         f"{name} must be a number, a schedule or a function of the step, got {got}. Schedules are "
         f"instances of the classes in modkit.schedules: {', '.join(_CLASSES)}"

@@ -72,12 +72,12 @@ def enter(name: str, **arguments: Any) -> Callable[[Any], None]:
     return act
 
 
-def in_block(name: str, *arguments: Any) -> Callable[[Any], object]:
+def in_block(name: str) -> Callable[[Any], object]:
     """Return a call of a method inside `evaluating()`."""
 
     def act(ema: Any) -> None:
         with ema.evaluating():
-            getattr(ema, name)(*arguments)
+            getattr(ema, name)()
 
     return act
 
@@ -127,7 +127,6 @@ def load_into(model: nn.Module | None, **options: Any) -> Callable[[Any], object
 NET, OTHER = network(), network()
 STEP = sgd(NET)
 PLAIN = dict(network().state_dict())
-BATCH = [torch.zeros(2, 4)]
 NO_EMA: Any = lambda: None
 START = "on_validation_start"
 TRAINING = "evaluating_training_weights"
@@ -171,12 +170,6 @@ ROWS: list[Row] = [
     (START, IndexError, with_index, do(START)),
     (START, NameMismatchError, changed, do(START)),
     ("on_validation_end", RuntimeError, begun, write_and_end("on_validation_end")),
-    ("update_bn", IndexError, with_index, do("update_bn", BATCH)),
-    ("update_bn", RuntimeError, begun, in_block("update_bn", BATCH)),
-    ("update_bn", RuntimeError, lambda: modkit.EMACallback(network()), do("update_bn", BATCH)),
-    ("update_bn", NameMismatchError, changed, do("update_bn", BATCH)),
-    ("update_bn", TypeError, begun, do("update_bn", 3)),
-    ("update_bn", ValueError, begun, do("update_bn", [])),
     (LOAD, TypeError, begun, do(LOAD, PLAIN, step="1")),
     (LOAD, ValueError, begun, do(LOAD, PLAIN, step=-1)),
     (LOAD, ValueError, begun, do(LOAD, {"a": 1})),
