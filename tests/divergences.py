@@ -483,8 +483,7 @@ ROWS: Final = (
         "If the loader or the model raises, `update_bn` leaves partial statistics, no momentum "
         "and training mode | Everything is restored",
         NO_ISSUE,
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_loader_leaves_every_module_as_it_was",
-        "tests/parity/fixes/test_swa_update_bn.py::test_a_failing_model_leaves_every_module_as_it_was",
+        "tests/parity/fixes/test_swa_update_bn.py::test_a_failure_leaves_every_module_as_it_was",
     ),
     _shown(
         "averages: update_bn without batches",

@@ -439,30 +439,3 @@ def test_decays_are_fractions(schedule, n):
     """Every decay is between 0 and 1, and `over(n, 1)` equals `schedule(n)`."""
     assert 0 <= schedule(n) <= 1
     assert schedule.over(n, 1) == pytest.approx(schedule(n), rel=1e-12, abs=1e-300)
-
-
-@pytest.mark.property
-@given(any_schedule, st.integers(0, 500), few)
-def test_weights_of_profile(schedule, n, k):
-    """The weights of all models are fractions and add up to 1, at any interval."""
-    weights = schedules.profile(schedule, n, update_every=k)
-
-    assert len(weights) == n // k + 1
-    assert min(weights) >= 0
-    assert sum(weights) == pytest.approx(1)
-
-
-@pytest.mark.property
-@given(any_schedule)
-def test_config(schedule):
-    """A schedule with any numbers equals the one from its config."""
-    assert schedules.from_config(schedule.to_config()) == schedule
-
-
-@pytest.mark.property
-@given(st.floats(1e-4, 0.2886))
-def test_widths(sigma_rel):
-    """`sigma_rel_of()` inverts `gamma_of()`."""
-    gamma = schedules.gamma_of(sigma_rel)
-
-    assert schedules.sigma_rel_of(gamma) == pytest.approx(sigma_rel, rel=1e-9)

@@ -39,17 +39,6 @@ def test_averaged_model_is_generic_at_run_time() -> None:
     assert copy.deepcopy(averaged).module.weight == averaged.module.weight
 
 
-def test_module_is_an_independent_copy(impl: Implementation) -> None:
-    """The averaged copy has the model's class and values, and shares no tensor with it."""
-    model = normed_net(impl)
-    averaged = impl.AveragedModel(model)
-    own = [tensor.data_ptr() for tensor in averaged.module.state_dict().values()]
-
-    assert averaged.module is not model
-    assert freeze(averaged.module) == freeze(model)
-    assert set(own).isdisjoint(tensor.data_ptr() for tensor in model.state_dict().values())
-
-
 def _two_names_of_one_memory(model: torch.nn.Module) -> None:
     memory = torch.arange(3.0)
     model.register_buffer("first", memory)

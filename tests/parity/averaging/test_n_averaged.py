@@ -5,8 +5,8 @@ import torch
 
 from tests.cases import for_each
 from tests.helpers import Implementation, same
-from tests.models import normed_net, one_weight, set_weight
-from tests.parity.averaging.rules import RULES, state_after_updates, states_after_updates
+from tests.models import one_weight, set_weight
+from tests.parity.averaging.rules import RULES, state_after_updates
 from tests.unit.averaging.recipes import as_accelerator
 
 
@@ -126,24 +126,6 @@ def test_a_written_count_reaches_every_rule(
     assert same(scenario)[0] == "returned"
 
 
-@every_rule
-@for_each("on_device", [False, True])
-def test_a_negative_count_skips_updates(
-    rule: str, on_device: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The average stays until the count is zero, then it copies and goes on, with the bits of torch."""
-    if on_device:
-        as_accelerator(monkeypatch)
-
-    def scenario(impl: Implementation):
-        model = normed_net(impl)
-        averaged = impl.AveragedModel(model, **RULES[rule](impl))
-        averaged.n_averaged.fill_(-2)
-        return states_after_updates(averaged, model, 5)
-
-    assert same(scenario)[0] == "returned"
-
-
 @pytest.mark.parametrize("write", ["zero_", "replaced"])
 def test_a_count_made_in_inference_mode_is_read_at_each_update(
     impl: Implementation, write: str
@@ -162,16 +144,6 @@ def test_a_count_made_in_inference_mode_is_read_at_each_update(
         averaged.update_parameters(model)
 
     assert values(averaged) == (5.0, 1)
-
-
-def test_conversions_keep_the_count(impl: Implementation) -> None:
-    """Averaging goes on after `to`, `share_memory` and `_apply`, which may replace the buffer."""
-    model, averaged = average_of_two(impl)
-    averaged.double().share_memory()
-    averaged._apply(lambda tensor: tensor.clone())
-    averaged.update_parameters(set_weight(model, 8.0).double())
-
-    assert values(averaged) == (4.0, 3)
 
 
 def integers(impl: Implementation, *numbers: int, dtype: torch.dtype = torch.int64):

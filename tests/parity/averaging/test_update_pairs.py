@@ -44,24 +44,6 @@ def test_float_average_of_a_half_model_keeps_its_precision(impl: Implementation)
     assert averaged.module.weight.dtype == torch.float32
 
 
-@every_rule
-def test_tied_parameters_are_averaged_once(impl: Implementation, rule: str) -> None:
-    """A tensor that two layers share stays shared, and is averaged once per update."""
-    tied, alone = (
-        impl.nn.Sequential(*layers)
-        for layers in ([one_weight(impl), one_weight(impl)], [one_weight(impl)])
-    )
-    tied[1].weight = tied[0].weight
-    averaged = impl.AveragedModel(tied, **RULES[rule](impl))
-    reference = impl.AveragedModel(alone, **RULES[rule](impl))
-    for value in 1.0, 2.0, 4.0:
-        averaged.update_parameters(set_weight(tied, value))
-        reference.update_parameters(set_weight(alone, value))
-
-    assert averaged.module[0].weight is averaged.module[1].weight
-    assert torch.equal(averaged.module[0].weight, reference.module[0].weight)
-
-
 def updated_twice_without_parameters(impl: Implementation, rule: str) -> int:
     """Average a model that has no tensors, and return the count."""
     averaged = impl.AveragedModel(impl.nn.ReLU(), **RULES[rule](impl))
@@ -80,15 +62,6 @@ def test_model_without_parameters_is_averaged_tensor_by_tensor(impl, rule: str) 
 def test_model_without_parameters_is_averaged_in_groups(impl, rule: str) -> None:
     """With multi_avg_fn or by default, they are counted in the same way."""
     assert updated_twice_without_parameters(impl, rule) == 2
-
-
-def test_a_model_of_the_other_library_is_averaged(impl: Implementation) -> None:
-    """The two libraries' models can follow each other."""
-    for nn in torch.nn, impl.nn:
-        averaged = impl.AveragedModel(nn.Linear(1, 1))
-        averaged.update_parameters(set_weight(torch.nn.Linear(1, 1), 1.5))
-
-        assert averaged.module.bias.item() == 1.5
 
 
 def test_meta_tensors_are_refused_as_in_torch() -> None:

@@ -270,19 +270,3 @@ def test_it_cannot_be_set_but_its_schedule_can() -> None:
 
     assert ema.decay == 0.75
     assert averaged(ema).item() == 1.25
-
-
-def test_a_tied_weight_is_averaged_once() -> None:
-    """A weight with two names loses a tenth in a step with decay 0.9, not a fifth."""
-    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    net[1].weight = net[0].weight
-    set_to(net, torch.tensor(1.0))
-    ema = modkit.EMA(net, decay=0.9)
-    ema.update()
-    set_to(net, torch.tensor(0.0))
-    ema.update()
-    model = ema.averaged_model()
-
-    assert [name for name, _ in ema.named_averages()] == ["0.weight"]
-    torch.testing.assert_close(averaged(ema, "0.weight"), torch.full((2, 2), 0.9))
-    assert model[0].weight is model[1].weight
