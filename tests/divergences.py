@@ -91,7 +91,6 @@ ROWS: Final = (
     _shown(
         "loading: assign=True and tied parameters",
         "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied",
-        "tests/parity/fixes/test_load.py::test_assign_keeps_tied_parameters_tied_on_the_meta_device",
     ),
     _row(
         "modkit",
@@ -658,16 +657,13 @@ ROWS: Final = (
         "tests/parity/fixes/test_ties.py::test_the_function_is_called_once_for_a_shared_parameter",
         "tests/parity/fixes/test_ties.py::test_the_gradient_of_a_shared_parameter_is_converted_once",
         "tests/parity/fixes/test_ties.py::test_a_shared_buffer_stays_shared",
-        "tests/parity/fixes/test_ties.py::test_the_function_is_called_once_for_a_shared_buffer",
         "tests/parity/fixes/test_ties.py::test_ties_hold_across_an_override",
-        "tests/parity/fixes/test_ties.py::test_ties_hold_across_an_override_with_a_function_of_its_own",
         "tests/parity/fixes/test_ties.py::test_ties_hold_in_recurrent_layers",
     ),
     _shown(
         "conversion: channels_last with volumes",
         "tests/parity/fixes/test_memory_format.py::test_a_format_is_for_its_number_of_dimensions",
         "tests/parity/fixes/test_memory_format.py::test_other_arguments_go_to_every_tensor",
-        "tests/parity/fixes/test_memory_format.py::test_a_volume_network_computes_the_same_after_channels_last",
     ),
     _shown(
         "registration and global hooks: a hook returns text",

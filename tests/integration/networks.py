@@ -43,28 +43,6 @@ def conv_net(nn: ModuleType) -> torch.nn.Module:
     return ConvNet()
 
 
-def free_net(nn: ModuleType) -> torch.nn.Module:
-    """Build an MLP that reads a free parameter and writes two buffers in ``forward``."""
-
-    class FreeNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 6)
-            self.w = nn.Parameter(torch.randn(6))
-            self.register_buffer("counter", torch.zeros((), dtype=torch.long))
-            self.register_buffer("running", torch.zeros(6))
-            self.register_buffer("scale", torch.full((6,), 0.5), persistent=False)
-            self.out = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.counter += 1
-            self.running = 0.9 * self.running + 0.1 * x.detach().mean(0)
-            hidden = nn.functional.relu(self.inner(x)) * torch.tanh(self.w)
-            return self.out(hidden * self.scale + self.running)
-
-    return FreeNet()
-
-
 def lstm_net(nn: ModuleType) -> torch.nn.Module:
     """Build a sequence classifier around an LSTM."""
 
@@ -80,23 +58,6 @@ def lstm_net(nn: ModuleType) -> torch.nn.Module:
             return self.head(output[:, -1])
 
     return LSTMNet()
-
-
-def transformer_net(nn: ModuleType) -> torch.nn.Module:
-    """Build a one-layer Transformer encoder with a classifier on top."""
-
-    class TransformerNet(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(11, 8)
-            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-            self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
-            self.head = nn.Linear(8, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.encoder(self.embed(x)).mean(1))
-
-    return TransformerNet()
 
 
 def nested_net(nn: ModuleType) -> torch.nn.Module:
@@ -147,9 +108,7 @@ def _tokens() -> Tensor:
 
 NETWORKS: Final[dict[str, Network]] = {
     "conv": Network(conv_net, lambda: torch.randn(4, 1, 8, 8)),
-    "free": Network(free_net, _features),
     "lstm": Network(lstm_net, _tokens),
-    "transformer": Network(transformer_net, _tokens),
     "nested": Network(nested_net, _features),
 }
 

@@ -303,13 +303,6 @@ _IN_MIGRATIONS: Final = [
         "if other.rank() < best.rank() and other.effects != best.effects:",
         _MIGRATIONS + "/test_refusals.py",
     ),
-    Bug(
-        "optimizers: a new parameter of one of several groups",
-        "migrations/optimizers.py",
-        "if len(groups) > 1:",
-        "if not groups:",
-        _MIGRATIONS + "/test_optimizers.py",
-    ),
 ]
 
 BUGS: Final = (*_NN, *_AVERAGING, *_IN_FILES, *_IN_JIT, *_IN_MIGRATIONS)

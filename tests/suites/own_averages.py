@@ -116,7 +116,7 @@ def diffusion(folder: Path) -> Run:
         lambda _: average(model),
         averages,
         modkit.EMA(model, schedule=ramp),
-        lambda ema, _: ema.load_state_dict(average.state_dict()),
+        lambda ema, step: ema.load_state_dict(averages(), step=step),
     )
 
 

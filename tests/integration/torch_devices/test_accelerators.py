@@ -1,8 +1,4 @@
-"""Training scripts on an accelerator: mixed precision, graphs, replicas, shards, tools.
-
-Each scenario compares the bits of torch and modkit. Those that need no feature of CUDA also run on
-the CPU.
-"""
+"""Networks on an accelerator: moves, shards, and memory that runs out, with the bits of torch."""
 
 import copy
 from collections.abc import Iterator
@@ -12,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.helpers import Implementation
-from tests.integration.networks import NETWORKS, agree, gradients, make_batch, make_net, train
+from tests.integration.networks import NETWORKS, agree, make_batch, make_net, train
 
 
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-NAMES = pytest.mark.parametrize("name", NETWORKS)
 
 
 def on(device: str, impl: Implementation, name: str = "nested") -> tuple[torch.nn.Module, Tensor]:
@@ -50,35 +44,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 @DEVICES
-@NAMES
-@pytest.mark.usefixtures("deterministic")
-@pytest.mark.filterwarnings("error")
-def test_training_in_mixed_precision(name: str, device: str) -> None:
-    """Losses, gradients and states are those of torch, with a GradScaler, which skips steps."""
-    if (name, device) == ("lstm", "cpu"):
-        pytest.skip("many CPUs have no LSTM in bf16 or fp16")
-
-    def scenario(impl: Implementation) -> Any:
-        seen: list[Any] = []
-        for dtype in (torch.bfloat16, torch.float16):
-            net, batch = on(device, impl, name)
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-            scaler = torch.amp.GradScaler(device, init_scale=2.0**20)
-            for _ in range(4):
-                with torch.autocast(device, dtype):
-                    loss = net(batch).float().square().sum()
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                seen.append(loss.detach())
-            seen += [scaler.get_scale(), gradients(net), net.state_dict()]
-        return seen
-
-    agree(scenario)
-
-
-@DEVICES
-@pytest.mark.parametrize("name", ["conv", "lstm", "transformer", "nested"])
+@pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.filterwarnings("error")
 def test_moves_and_casts(name: str, device: str) -> None:
@@ -104,42 +70,7 @@ def test_moves_and_casts(name: str, device: str) -> None:
     agree(scenario)
 
 
-@DEVICES
-@pytest.mark.usefixtures("deterministic", "process_group")
-@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
-def test_data_parallel_training(device: str) -> None:
-    """DDP in one process, and a synchronized BatchNorm where the device has one."""
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = on(device, impl, "conv")
-        if device == "cuda":
-            net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
-        wrapped = DistributedDataParallel(net)
-        return train(wrapped, batch), wrapped.state_dict(), type(net.features[1]).__name__
-
-    agree(scenario)
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("fresh_dynamo", "deterministic")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Triton and Inductor
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores", "ignore:The CUDA Graph is empty")
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_compiled_networks(mode: str) -> None:
-    """``torch.compile`` as a function and as a method, with and without CUDA graphs."""
-
-    def scenario(impl: Implementation) -> Any:
-        net, batch = on("cuda", impl)
-        compiled = torch.compile(net, mode=mode)
-        with torch.no_grad():
-            seen = [compiled(batch).clone() for _ in range(3)]
-            net.compile(mode=mode)
-            return [*seen, net(batch).clone()]
-
-    agree(scenario)
 
 
 @pytest.mark.gpu

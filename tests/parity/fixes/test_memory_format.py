@@ -52,13 +52,3 @@ def test_other_arguments_go_to_every_tensor(impl: Implementation) -> None:
 
     assert {tensor.dtype for tensor in module.state_dict().values()} == {torch.float64}
     assert formats(module)["0.weight"] == ["channels_last"]
-
-
-def test_a_volume_network_computes_the_same_after_channels_last(impl: Implementation) -> None:
-    """A call that is meant for the images in a network does not change its volumes."""
-    module = impl.own.Conv3d(1, 2, 2)
-    volume = torch.ones(1, 1, 3, 3, 3)
-    before = module(volume)
-    after = module.to(memory_format=torch.channels_last)(volume)
-
-    assert torch.equal(after, before)

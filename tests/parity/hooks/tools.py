@@ -6,19 +6,6 @@ from typing import Any
 import torch
 
 
-# The order of state-dict hooks, and of load hooks, around a parent and its child.
-PARENTS_BEFORE_CHILDREN_AFTER = [
-    "parent pre 1",
-    "parent pre 2",
-    "child pre 1",
-    "child pre 2",
-    "child post 1",
-    "child post 2",
-    "parent post 1",
-    "parent post 2",
-]
-
-
 def noting(log: list[Any], note: object) -> Callable[..., None]:
     """Make a hook of any signature that appends the note."""
 

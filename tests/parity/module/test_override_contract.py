@@ -281,9 +281,6 @@ def test_a_method_set_on_module_holds_for_layers(
     assert repr(impl.nn.Tanh()) == "Tanh(patched)"
 
 
-# --- tables of global hooks -----------------------------------------------------------------------
-
-
 # --- the order of bases ---------------------------------------------------------------------------
 
 
