@@ -39,24 +39,23 @@ them without notice; behind the reason stands what breaks then, which the tests 
 - ``is_meta``, ``shares_all_storages``: what ``torch.load`` does with tensors without memory differs
   between releases: the same path.
 - ``has_torch_function``: what ``torch.nn.functional`` asks first; ``fast_inference`` asks itself.
-- ``sparse_tensors_to_check``: what ``torch.load`` checks at its end. After an error it keeps them,
-  and checks them with the next file: errors of sparse tensors in ``load_checkpoint``.
-- ``readable_globals`` and ``load_with_names``: the list of names that torch reads belongs to the
-  process, so one file cannot have more of them without a copy of the function that reads the list:
-  NumPy's objects in checkpoints.
+- ``sparse_tensors_to_check``, ``check_sparse_tensors``: what ``torch.load`` checks at its end.
+  After an error it keeps them, and checks them with the next file: errors of sparse tensors in
+  ``load_checkpoint``.
+- ``readable_globals``: the classes and functions that torch reads: the same path.
+- ``typed_storage``: what they are given, made without the warning that it is old: the same path.
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import inspect
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
-from typing import IO, Any, Final, TypeAlias, TypeVar, cast
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
 import torch.nn.modules.module as module_globals
@@ -317,28 +316,12 @@ def allowed_by_user() -> dict[str, Any]:
     return allowed
 
 
-def load_with_names(
-    file: IO[bytes], map_location: Any, names: Mapping[str, Any], mapped: str | None
-) -> Any:
-    """Load as ``torch.load(weights_only=True)`` does, with further names, from a path if mapped.
-
-    It changes nothing that other threads see: torch's list of names belongs to the process, so a
-    copy of torch's function reads another one.
-    """
-    theirs: Any = cast("Any", torch)._weights_only_unpickler
-    load = theirs.Unpickler.load
-    scope = {**vars(theirs), "_get_user_allowed_globals": lambda: {**allowed_by_user(), **names}}
-    copied = FunctionType(load.__code__, scope, load.__name__, load.__defaults__, load.__closure__)
-    unpickler = type("Unpickler", (theirs.Unpickler,), {"load": copied})
-    module = SimpleNamespace(Unpickler=unpickler)
-
-    whole = None
-    if mapped is not None:
-        size = os.fstat(file.fileno()).st_size
-        whole = torch.UntypedStorage.from_file(mapped, shared=False, nbytes=size)
-    private: Any = torch.serialization
-    with private._open_zipfile_reader(file) as reader:
-        return private._load(reader, map_location, module, overall_storage=whole, encoding="utf-8")
+def typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
+    """Return a storage as torch's functions that rebuild tensors expect it."""
+    # Its constructor takes longer than to read a small storage.
+    typed: Any = object.__new__(torch.TypedStorage)
+    typed._untyped_storage, typed.dtype = storage, dtype
+    return cast("torch.TypedStorage", typed)
 
 
 # Before, ``torch.load`` allocates again what has no address: tied tensors without memory or
@@ -356,6 +339,12 @@ def sparse_tensors_to_check() -> list[torch.Tensor]:
     else:
         found = theirs._sparse_tensors_to_validate
     return found
+
+
+# Checks these tensors where the user asks for it, and empties the list.
+check_sparse_tensors: Final[Callable[[], object]] = cast(
+    "Any", torch
+)._utils._validate_loaded_sparse_tensors
 
 
 # Makes a function of a storage, and the location that it was saved from, for a ``map_location``.

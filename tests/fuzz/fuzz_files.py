@@ -33,11 +33,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from modkit import jit
 from modkit.errors import FileError
-from modkit.files.checkpoint_values import extra_names
+from modkit.files.checkpoint_values import readable_names
 from tests.fuzz.mutations import Case, Dice, case, corrupted, seeds
 from tests.fuzz.other_inputs import LONGEST, outcome_of_input
 from tests.unit.files.hostile import average, load, load_mapped
@@ -77,7 +78,9 @@ def script_parts(module: Any) -> Any:
 ALLOWED: list[Any] = [
     argparse.Namespace,
     bytes,
-    *((value, name) for name, value in extra_names({"numpy.dtype"}).items()),
+    *((value, name) for name, value in readable_names({"numpy.dtype"}).items()),
+    *(type(np.dtype(code)) for code in ("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8")),
+    *(type(np.dtype(code)) for code in ("f2", "f4", "f8", "c8", "c16")),
 ]
 
 

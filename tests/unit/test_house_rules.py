@@ -17,10 +17,10 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
     "averaging": 3_657,
-    "files": 2_560,
+    "files": 2_481,
     "compat": 1_950,
     "nn": 1_416,
-    "top level": 1_590,
+    "top level": 1_580,
     "cli": 1_197,
     "migrations": 964,
     "jit": 895,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 593,
     "optim": 337,
 }
-SUM = 16_186
+SUM = 16_097
 
 
 def is_private(dotted):

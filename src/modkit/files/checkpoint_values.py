@@ -32,22 +32,20 @@ _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
 _CONTAINERS: Final = (dict, list, deque)
 
 
-def extra_names(names: AbstractSet[str]) -> dict[str, Any]:
-    """Return the names in a pickle that torch does not read, with their objects.
+def readable_names(names: AbstractSet[str]) -> dict[str, Any]:
+    """Return the names that ``load_checkpoint`` reads, with their objects.
 
-    torch has a list of further names, ``torch.serialization.safe_globals``. It is that of the
-    process: a change for one file would be seen by other threads, and some functions of NumPy are
-    safe only with the arguments that :meth:`~modkit.files.inert.Content.problem` accepts.
+    Those that torch does not read are safe only with the arguments that
+    :meth:`~modkit.files.inert.Content.problem` accepts.
 
     Args:
         names: All names in the pickle.
     """
     # The empty string of bytes is written as a call.
     extra = {"argparse.Namespace": argparse.Namespace, "builtins.bytes": bytes, **VALUES}
-    found = {name: extra[name] for name in names & extra.keys()}
     if any(name.startswith("numpy") for name in names):
-        found |= _names_of_numpy()
-    return found
+        extra |= _names_of_numpy()
+    return {**extra, **readable_globals()}
 
 
 def _names_of_numpy() -> dict[str, Any]:
@@ -61,8 +59,7 @@ def _names_of_numpy() -> dict[str, Any]:
     # NumPy 2 has renamed the module.
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         names |= {f"{module}.scalar": make_scalar, f"{module}._reconstruct": make_array}
-    # torch sets the state only of objects of known classes; a pickle cannot contain these names.
-    return {**names, **{f"\n{code}": type(np.dtype(code)) for code in _NUMBERS}}
+    return names
 
 
 def check_readable(pickled: bytes, checkpoint: object) -> None:
@@ -87,10 +84,7 @@ def _is_readable(pickled: bytes) -> bool:
         content = read_pickle(pickled, "")
     except FileError:
         return False
-    readable = {*readable_globals(), *extra_names(content.names)}
-    # torch's readers append items and set keys of lists and dicts, not of their subclasses.
-    has_items = any(entry.content for kind in content.classes.values() for entry in kind.made)
-    is_known = readable.issuperset(content.foreign) and not has_items
+    is_known = readable_names(content.names).keys() >= {*content.foreign} and not content.has_items
     return is_known and not content.problem(allowed_by_user())
 
 

@@ -11,8 +11,8 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any, Final, cast
 
@@ -22,22 +22,21 @@ from modkit._messages import add_note
 from modkit._namespace import publish
 from modkit._upstream import (
     allowed_by_user,
+    check_sparse_tensors,
     is_meta,
-    load_with_names,
     modes_are_active,
     never_compiled,
-    readable_globals,
     sparse_tensors_to_check,
     tensors_are_fake,
 )
 from modkit.errors import FileError, shown
 from modkit.files.atomic_write import IN_USE, atomic_write
-from modkit.files.checkpoint_values import REFUSALS, check_readable, extra_names, refused
+from modkit.files.checkpoint_values import REFUSALS, check_readable, readable_names, refused
 from modkit.files.inert import Content
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
 from modkit.files.pickle_limits import collector_paused
-from modkit.files.plain_checkpoints import Filler, is_plain
 from modkit.files.torch_files import TorchFile
+from modkit.files.weights_only import LeftToTorchError, Loader, is_usual
 from modkit.files.zip_archive import MOST_TEXT, Archive, file_of, open_source, read_some
 
 
@@ -250,6 +249,8 @@ def load_checkpoint(
     with open_source(path) as (source, what), collector_paused():
         # Its pickles are within the limits, and its storages within the file.
         opened = TorchFile(source, what)
+        if problem := opened.content.problem(allowed_by_user()):
+            raise FileError(f"{what} cannot be read as a checkpoint: data.pkl: {problem}")
         archive = opened.archive
         content = None
         if archive is not None:
@@ -259,9 +260,8 @@ def load_checkpoint(
                 checked = {name for name in checked if not name.startswith("data/")}
             if mmap:
                 archive.verify(checked)
-            if is_plain(archive, opened.content) and not modes_are_active():
-                mapped = source if mmap and isinstance(source, int) else None
-                content = _filled(opened.content, Filler(archive, map_location, mapped), archive)
+            mapped = source if mmap and isinstance(source, int) else None
+            content = _loaded(opened, map_location, mapped)
             # Members that have not been read yet, such as tensors that the pickle does not name.
             archive.verify(checked)
         if content is None:
@@ -298,24 +298,19 @@ def _left_to_torch(
 ) -> Any:
     """Load with torch, from the file that has been verified even if another one has replaced it."""
     refused = f"{what} cannot be read as a checkpoint"
-    archive, content = opened.archive, opened.content
-    if problem := content.problem(allowed_by_user()):
-        raise FileError(f"{refused}: data.pkl: {problem}")
+    archive = opened.archive
     on_meta = isinstance(map_location, (str, torch.device)) and str(map_location)[:4] == "meta"
     if archive and archive.is_of_other_byte_order and (on_meta or tensors_are_fake()):
         raise FileError(f"{what}: torch cannot swap the bytes of tensors without memory")
 
-    names = extra_names(content.names) if archive else {}
     mapped = path_of(source, what) if mmap and isinstance(source, int) else None
     before = len(sparse_tensors_to_check())
     try:
         with file_of(source) as file:
             file.seek(0)
-            if names:
-                return load_with_names(file, map_location, names, mapped)
             return torch.load(mapped or file, map_location, weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
-        raise FileError(f"{refused}: {_unsafe_reason(error, content.foreign, names)}") from error
+        raise FileError(f"{refused}: {_unsafe_reason(error, opened.content)}") from error
     except Exception as error:
         # Some messages of torch have a hundred lines.
         reason = str(error).partition("\n")[0][:500] or type(error).__name__
@@ -325,15 +320,13 @@ def _left_to_torch(
         del sparse_tensors_to_check()[before:]
 
 
-def _unsafe_reason(
-    error: pickle.UnpicklingError, foreign: Sequence[str], extra: Mapping[str, Any]
-) -> str:
+def _unsafe_reason(error: pickle.UnpicklingError, content: Content) -> str:
     """Return why torch refuses a pickle: all names in it that it would execute, and what to do."""
     if "must be imported to load DTensors" in str(error):
         return "it holds sharded tensors; to read them, import torch.distributed.tensor first"
-    known = {*readable_globals(), *extra}
-    names = [name.removeprefix("builtins.") for name in foreign if name not in known]
-    if _OF_SCRIPTS in foreign:
+    known = readable_names(content.names)
+    names = [name.removeprefix("builtins.") for name in content.foreign if name not in known]
+    if _OF_SCRIPTS in content.foreign:
         return (
             "it holds objects of TorchScript, which weights_only=True never reads; if you trust "
             "the file, torch.load(path, weights_only=False) executes its code"
@@ -348,18 +341,28 @@ def _unsafe_reason(
     )
 
 
-def _filled(content: Content, filler: Filler, archive: Archive) -> Any:
-    """Return the content with tensors, or None to let torch read the file."""
+def _loaded(opened: TorchFile, map_location: Any, mapped: int | None) -> Any:
+    """Return the content with tensors, or None to let torch read the file, or raise its error."""
+    names = readable_names(opened.content.names)
+    if not is_usual(opened, names) or modes_are_active():
+        return None
+
+    loader = Loader(opened, names, map_location, mapped)
     try:
-        filled = filler.fill_all(content)
+        loader.read_storages()
+    except LeftToTorchError:
+        return None
     except Exception as error:
         # A device or a function that the caller names is not an error of the file.
-        if isinstance(error, FileError) or (error is filler.error and filler.maps):
+        if isinstance(error, FileError) or map_location is not None:
             raise
-        # torch reads the file, or raises its own error.
         return None
-    archive.read_all(filler.unread)
-    return filled
+
+    with suppress(Exception):
+        loaded = loader.load()
+        check_sparse_tensors()
+        return loaded
+    return None
 
 
 publish("modkit", load_checkpoint, save_checkpoint)

@@ -133,7 +133,7 @@ class DistributedFile:
         what = f"{part.file}, which has {name!r},"
         opened = TorchFile(content, what)
         record = opened.content.value
-        fits = isinstance(record, InertTensor) and record.storage and not record.problem
+        fits = isinstance(record, InertTensor) and record.storage
         if not fits or record.shape != part.sizes or record.dtype != self.tensors[name].dtype:
             raise FileError(f"{what} has another tensor there", kinds.DISTRIBUTED)
         return opened.tensor(record)

@@ -13,9 +13,9 @@ import pickle
 import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple, cast
 
 from typing_extensions import Self
@@ -59,18 +59,32 @@ _LONGEST_LOCATION: Final = 99
 UNREAD: Final = "unread pickle"
 
 
-class Constant(str):  # noqa: SLOT000
+# What all files share has no ``__dict__`` and no state, which a pickle could set.
+class Constant(str):
     """A dtype, a device or a layout of torch, by its ``repr``."""
 
+    __slots__ = ()
     __repr__ = str.__str__
 
 
-class Shape(tuple[int, ...]):  # noqa: SLOT001
+class Shape(tuple[int, ...]):
     """A ``torch.Size``."""
+
+    __slots__ = ()
 
     def __new__(cls, sizes: Any = ()) -> Self:
         """Make one of at most 64 numbers."""
         return super().__new__(cls, _sizes(sizes))
+
+
+class Function(NamedTuple):
+    """A function that a pickle may call."""
+
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any) -> Any:
+        """Call it."""
+        return self.function(*args)
 
 
 class StorageKind(NamedTuple):
@@ -102,14 +116,10 @@ class InertTensor:
     Attributes:
         dtype: The name of its dtype.
         shape: Its shape.
-        storage: Its storage; None if it has no values, or several storages.
+        storage: Its storage; None if it is in parts.
         offset: Where it begins in the storage, in elements.
         stride: Its strides.
-        problem: What it is, if it is not a plain tensor in one storage, as ``"sparse"``.
         bits: The bits of a lazy view: ``"conj"``, ``"neg"``.
-        requires_grad: As in torch.
-        is_parameter: Whether it is a ``Parameter``.
-        has_more: Whether it has hooks or attributes.
     """
 
     dtype: str
@@ -117,24 +127,15 @@ class InertTensor:
     storage: Stored | None = None
     offset: int = 0
     stride: tuple[int, ...] = ()
-    problem: str = ""
     bits: frozenset[str] = frozenset()
-    requires_grad: bool = False
-    is_parameter: bool = False
-    has_more: bool = False
 
     @property
     def nbytes(self) -> int:
-        """The size of its elements in bytes; 0 if it has several storages."""
+        """The size of its elements in bytes."""
         # Those that torch lacks are F4, for instance.
         if self.storage is not None and self.dtype not in ITEM_SIZES:
             return self.storage.nbytes
-        has_memory = self.problem in {"", "quantized", "meta"}
-        return math.prod(self.shape) * ITEM_SIZES[self.dtype] if has_memory else 0
-
-    def set_state(self, state: Any) -> None:
-        """Note that it has a state, which tensors of torch do not."""
-        self.has_more = True
+        return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
 class Foreign:
@@ -195,9 +196,11 @@ class Foreign:
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    is_short = isinstance(value, (tuple, list)) and len(value) <= _MOST_DIMENSIONS
-    if not is_short or not all(type(length) is int and 0 <= length < 2**63 for length in value):
+    if not isinstance(value, (tuple, list)) or len(value) > _MOST_DIMENSIONS:
         raise pickle.UnpicklingError("a tensor has another shape than torch makes")
+    for length in value:
+        if type(length) is not int or not 0 <= length < 2**63:
+            raise pickle.UnpicklingError("a tensor has another shape than torch makes")
     return tuple(value)
 
 
@@ -206,8 +209,8 @@ def _tensor(
     offset: Any,
     size: Any,
     stride: Any,
-    requires_grad: Any,
-    hooks: Any,
+    requires_grad: Any = False,
+    hooks: Any = None,
     bits: Any = None,
     dtype: Any = None,
 ) -> InertTensor:
@@ -215,25 +218,20 @@ def _tensor(
     if not isinstance(stored, Stored) or type(offset) is not int or not 0 <= offset < 2**62:
         raise pickle.UnpicklingError("a tensor has no storage")
     element = stored.dtype if dtype is None else _dtype(dtype)
-    tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride), bits=_lazy(bits))
-    if "conj" in tensor.bits and not element.startswith("complex"):
-        raise pickle.UnpicklingError("a tensor of real numbers is conjugated")
-    tensor.requires_grad = _needs_gradient(requires_grad, element)
-    tensor.has_more = _has_hooks(hooks) or bits not in (None, {})
+    tensor = InertTensor(element, _sizes(size), stored, offset, _sizes(stride))
+    if bits:
+        if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
+            raise pickle.UnpicklingError("a tensor is a lazy view in another way than in torch")
+        tensor.bits = frozenset(name for name, is_set in bits.items() if is_set)
+        if "conj" in tensor.bits and not element.startswith("complex"):
+            raise pickle.UnpicklingError("a tensor of real numbers is conjugated")
 
     last = offset
     for length, step in zip(tensor.shape, tensor.stride, strict=True):
         last += (length - 1) * step
-    if tensor.nbytes and (last + 1) * ITEM_SIZES[element] > stored.nbytes:
+    if (last + 1) * ITEM_SIZES[element] > stored.nbytes and tensor.nbytes:
         raise pickle.UnpicklingError("a tensor extends beyond the end of its storage")
     return tensor
-
-
-def _lazy(bits: Any) -> frozenset[str]:
-    types = {(type(name), type(value)) for name, value in dict.items(bits or {})}
-    if types - {(str, bool)}:
-        raise pickle.UnpicklingError("a tensor is a lazy view in another way than in torch")
-    return frozenset(bits or ())
 
 
 def _dtype(value: Any) -> str:
@@ -253,58 +251,17 @@ def _tensor_of_dtype(*description: Any) -> InertTensor:
     return _tensor(*[*description[:6], *(bits or [None]), dtype])
 
 
-def _old_tensor(stored: Any, offset: Any, size: Any, stride: Any) -> InertTensor:
-    return _tensor(stored, offset, size, stride, requires_grad=False, hooks=OrderedDict())
-
-
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *attributes: Any) -> Any:
-    if isinstance(data, Foreign):
-        return data
-    needs_gradient = _needs_gradient(requires_grad, data.dtype)
-    has_more = data.has_more or _has_hooks(hooks) or bool(attributes)
-    return replace(data, requires_grad=needs_gradient, is_parameter=True, has_more=has_more)
-
-
-def _has_hooks(hooks: Any) -> bool:
-    return type(hooks) is not OrderedDict or bool(hooks)
-
-
-def _needs_gradient(value: Any, dtype: str) -> bool:
-    has_gradients = dtype.startswith(("float", "bfloat", "complex"))
-    if type(value) is not bool or (value and not has_gradients):
-        raise pickle.UnpicklingError("a tensor needs gradients in another way than in torch")
-    return value
+    return data
 
 
 def _of_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Describe a tensor of a subclass, as ``torch._tensor._rebuild_from_type_v2``."""
     # Other functions have costs that were not paid.
-    if function not in {_tensor, _tensor_of_dtype, _quantized, _sparse, _nested, _wrapper}:
-        return Foreign(function, args, state)
-    made = function(*args)
-    return replace(made, has_more=True) if isinstance(made, InertTensor) else Foreign(made, state)
-
-
-def _quantized(stored: Any, offset: Any, size: Any, stride: Any, *_: Any) -> InertTensor:
-    return replace(_old_tensor(stored, offset, size, stride), problem="quantized")
-
-
-def _sparse(layout: Any, data: Any) -> InertTensor:
-    tensors = [part for part in data if isinstance(part, InertTensor)]
-    shape = next(part for part in data if isinstance(part, tuple))
-    return InertTensor(tensors[-1].dtype, _sizes(shape), problem="sparse")
-
-
-def _nested(buffer: Any, *_: Any) -> InertTensor:
-    return InertTensor(buffer.dtype, (), problem="nested")
-
-
-def _on_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> InertTensor:
-    return InertTensor(_dtype(dtype), _sizes(size), stride=_sizes(stride), problem="meta")
-
-
-def _wrapper(kind: Any, dtype: Any, size: Any, *_: Any) -> InertTensor:
-    return InertTensor(_dtype(dtype), _sizes(size), problem="wrapped")
+    is_plain = isinstance(function, Function) and function.function in {_tensor, _tensor_of_dtype}
+    if not is_plain and not _REBUILDS.fullmatch(getattr(function, "name", "")):
+        raise pickle.UnpicklingError("a tensor is made by another function than those of torch")
+    return function(*args)
 
 
 def _device(kind: str, index: int | None = None) -> Constant:
@@ -331,34 +288,31 @@ def _empty_bytes(*size: Any) -> bytes:
 
 # The names of state dicts without anything else.
 _PLAIN_NAMES: Final[dict[str, Any]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_tensor_v2": Function(_tensor),
+    "torch._utils._rebuild_tensor_v3": Function(_tensor_of_dtype),
+    "torch._utils._rebuild_parameter": Function(_parameter),
     **{f"torch.{dtype}": Constant(f"torch.{dtype}") for dtype in ITEM_SIZES},
     "torch.Size": Shape,
     "torch.storage.UntypedStorage": StorageKind("uint8"),
-    "collections.OrderedDict": _empty_dict,
+    "collections.OrderedDict": Function(_empty_dict),
 }
 _NAMES: Final[dict[str, Any]] = {
     **_PLAIN_NAMES,
-    "torch._utils._rebuild_tensor": _old_tensor,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._utils._rebuild_qtensor": _quantized,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_nested_tensor": _nested,
-    "torch._utils._rebuild_meta_tensor_no_storage": _on_meta,
-    "torch._utils._rebuild_wrapper_subclass": _wrapper,
-    "torch._tensor._rebuild_from_type_v2": _of_subclass,
-    "torch.device": _device,
-    "torch.serialization._get_layout": _layout,
+    "torch._utils._rebuild_tensor": Function(_tensor),
+    "torch._utils._rebuild_parameter_with_state": Function(_parameter),
+    "torch._tensor._rebuild_from_type_v2": Function(_of_subclass),
+    "torch.device": Function(_device),
+    "torch.serialization._get_layout": Function(_layout),
     "builtins.set": set,
     "builtins.complex": complex,
-    "builtins.bytes": _empty_bytes,
+    "builtins.bytes": Function(_empty_bytes),
     "collections.OrderedDict": OrderedDict,
     "collections.Counter": Counter,
     "argparse.Namespace": argparse.Namespace,
-    "_codecs.encode": _encoded,
+    "_codecs.encode": Function(_encoded),
 }
+# What else torch makes of storages; it is listed by these names.
+_REBUILDS: Final = re.compile(r"torch\._utils\._rebuild_\w+|torch\.per_\w+")
 # Classes of Python that a pickle may hold as values. To call them could take any time and memory.
 VALUES: Final[dict[str, Any]] = {
     f"builtins.{name}": getattr(builtins, name)
@@ -396,7 +350,13 @@ class Content:
     @property
     def foreign(self) -> list[str]:
         """The names of classes and functions that ``load_checkpoint`` may not read."""
-        return [name for name in self.classes if name not in _OF_NUMPY and name not in VALUES]
+        known = {*_OF_NUMPY, *VALUES}
+        return [name for name in self.classes if name not in known and not _REBUILDS.match(name)]
+
+    @property
+    def has_items(self) -> bool:
+        """Whether objects have items, which torch's readers set only of lists and dicts."""
+        return any(made.content for kind in self.classes.values() for made in kind.made)
 
     def problem(self, trusted: Container[str]) -> str:
         """Return why torch must not read the pickle although it may have all names, or ``""``.
@@ -455,6 +415,12 @@ def _items_of(entry: Any) -> Iterable[object] | None:
     return entry if isinstance(entry, (list, tuple, set)) else None
 
 
+def full_name(module: str, name: str) -> str:
+    """Return the name of a class or function; pickles have the modules of Python 2."""
+    module, name = NAME_MAPPING.get((module, name), (module, name))
+    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
+
+
 class _Reader:
     """How both unpicklers read names and storages: as what the functions above make of them."""
 
@@ -469,24 +435,22 @@ class _Reader:
         return self.content
 
     def find_class(self, module: str, name: str) -> Any:
-        # pickle writes the names of Python 2.
-        module, name = NAME_MAPPING.get((module, name), (module, name))
-        full_name = f"{IMPORT_MAPPING.get(module, module)}.{name}"
-        self.content.names.add(full_name)
-        if full_name in self._names:
-            return self._names[full_name]
+        full = full_name(module, name)
+        self.content.names.add(full)
+        if full in self._names:
+            return self._names[full]
         dtype = storage_dtype(name) if name.endswith("Storage") else None
         if dtype is not None and module in {"torch", "torch.cuda"}:
             return StorageKind(dtype)
 
         classes = self.content.classes
-        if full_name not in classes:
+        if full not in classes:
             if not isinstance(self, BoundedUnpickler):
-                raise pickle.UnpicklingError(full_name)
+                raise pickle.UnpicklingError(full)
             self.spend(CLASS_COST)
-            members = {"name": full_name, "__slots__": (), "made": []}
-            classes[full_name] = type("Foreign", (Foreign,), members)
-        return classes[full_name]
+            members = {"name": full, "__slots__": (), "made": []}
+            classes[full] = type("Foreign", (Foreign,), members)
+        return classes[full]
 
     def persistent_load(self, pid: Any) -> Any:
         # The modules of files from before torch 1.6 come with their source code.
@@ -501,7 +465,7 @@ class _Reader:
         stored = Stored(str(key), kind.dtype, numel, location)
         first = self.content.storages.setdefault(stored.key, stored)
         # The reader of scripts makes it each time.
-        if first.nbytes != stored.nbytes and not self._names:
+        if not self._names and first.nbytes != stored.nbytes:
             raise pickle.UnpicklingError(f"the storage {key!r} has two sizes")
         # torch takes the first description, and quotes the location in errors.
         is_usual = len(location) <= _LONGEST_LOCATION and location.isprintable()

@@ -41,9 +41,9 @@ class TensorInfo:
 
     Attributes:
         name: Its name in the file; keys of nested dicts are joined by dots.
-        shape: Its shape; ``()`` for a nested tensor.
+        shape: Its shape.
         dtype: Its dtype, such as ``"bfloat16"``.
-        nbytes: Size in bytes of its elements; 0 for a sparse or nested tensor.
+        nbytes: Size in bytes of its elements.
     """
 
     name: str
@@ -67,7 +67,8 @@ class FileInfo:
         sha256: SHA-256 of the file, or ``""`` for a sharded checkpoint and with ``hashed=False``.
         tensors: The tensors, in the order of the file.
         entries: Other entries of a checkpoint, such as the epoch, with a shortened ``repr``; the
-            members of an archive, with their sizes.
+            functions that rebuild sparse, quantized, nested, wrapped and meta tensors; the members
+            of an archive, with their sizes.
         groups: The names directly under each key that ``average_checkpoints`` accepts, ``""`` for
             the whole file.
         note: Remarks, for instance that loading the file would execute code, or that the listing is

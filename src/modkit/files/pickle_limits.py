@@ -209,6 +209,9 @@ _RUN: Final = {
 }
 
 
+_LEAVES: Final = {str, int, float, bool, type(None), bytes}
+
+
 def check_depth(content: object, items_of: Callable[[Any], Iterable[object] | None]) -> None:
     """Raise an error if objects are nested too deeply.
 
@@ -232,4 +235,4 @@ def check_depth(content: object, items_of: Callable[[Any], Iterable[object] | No
         else:
             depths[id(entry)] = 0
             waiting.append((entry, True))
-            waiting += [(item, False) for item in items]
+            waiting += [(item, False) for item in items if type(item) not in _LEAVES]

@@ -14,6 +14,7 @@ from modkit.errors import FileError, shown
 from modkit.files.atomic_write import atomic_write
 from modkit.files.inert import ITEM_SIZES, InertTensor, Stored
 from modkit.files.kinds import MOST_JSON, SAFETENSORS
+from modkit.files.torch_files import read_exactly
 from modkit.files.zip_archive import open_kept, read_some
 
 
@@ -102,12 +103,18 @@ class SafetensorsFile:
 
     def tensor(self, name: str) -> "torch.Tensor":
         """Return one tensor."""
-        from modkit.files.plain_checkpoints import tensor_of
+        import torch
 
         record = self.tensors[name]
+        dtype = getattr(torch, record.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            text = f"{self._path} has {record.dtype}, which this torch does not support"
+            raise FileError(text, SAFETENSORS)
         assert record.storage is not None
         place = self._start + record.storage.offset
-        return tensor_of(self._file, place, record.dtype, record.shape, str(self._path))
+        tensor = torch.empty(record.shape, dtype=dtype, device="cpu")
+        read_exactly(self._file, tensor.untyped_storage(), place, str(self._path))
+        return tensor
 
 
 def versions_as_metadata(state_dict_metadata: Mapping[Any, Any]) -> dict[str, str]:

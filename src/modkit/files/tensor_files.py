@@ -412,15 +412,13 @@ def _advice(keys: Sequence[str]) -> str:
 def _problem_of(name: object, value: object) -> str | None:
     """Return why an entry cannot be averaged, or None."""
     if not isinstance(value, InertTensor):
-        return f"not a tensor but {getattr(value, 'name', '') or type(value).__name__}"
+        kind = getattr(value, "name", "") or type(value).__name__
+        is_made = kind.startswith("torch._utils._rebuild")
+        return f"a tensor without plain memory ({kind})" if is_made else f"not a tensor but {kind}"
     if not isinstance(name, str):
         return "not the name of a tensor"
-    if value.problem == "meta":
-        return "a tensor without values, on the device meta"
-    if value.problem == "wrapped":
-        return "a tensor of a class that wraps others, such as a sharded one"
-    if value.problem or value.dtype == "float4_e2m1fn_x2":
-        return "a tensor without plain memory (sparse, quantized, nested or float4)"
+    if value.dtype == "float4_e2m1fn_x2":
+        return "a tensor without plain memory (float4)"
     # An expanded tensor has more elements than the file.
     assert value.storage is not None
     if value.nbytes > max(value.storage.nbytes, _MOST_EXPANDED):

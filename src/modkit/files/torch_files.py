@@ -3,6 +3,7 @@
 Those from before torch 1.6 are several pickles, then the storages; they have no checksums.
 """
 
+import ctypes
 import io
 import pickletools
 from typing import TYPE_CHECKING, Final
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.inert import ITEM_SIZES, Content, InertTensor, Stored, read_pickle
-from modkit.files.zip_archive import MOST_TEXT, Archive, read_some, size_of
+from modkit.files.zip_archive import MOST_TEXT, Archive, fill, read_some, size_of
 
 
 if TYPE_CHECKING:
@@ -119,16 +120,35 @@ class TorchFile:
             return self._last[1]
         import torch
 
-        from modkit.files.plain_checkpoints import memory_of, read_exactly
-
         whole = self.content.storages[stored.key]
         storage = torch.UntypedStorage(whole.nbytes, device="cpu")
         archive = self.archive
         if archive is not None:
-            archive.read_into(f"data/{stored.key}", memory_of(storage))
+            archive.read_all({f"data/{stored.key}": memory_of(storage)})
             if archive.is_of_other_byte_order:
                 storage.byteswap(getattr(torch, whole.dtype))
         else:
             read_exactly(self._source, storage, self._places[stored.key], self._what)
         self._last = stored.key, storage
         return storage
+
+
+def memory_of(storage: "torch.UntypedStorage") -> memoryview:
+    """Return the bytes of a storage on the CPU; the storage must outlive them."""
+    size = storage.nbytes()
+    if not size:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+
+
+def read_exactly(
+    source: int | bytes, storage: "torch.UntypedStorage", start: int, what: str
+) -> None:
+    """Read a storage from a place of a file; raise FileError if the file is shorter."""
+    memory = memory_of(storage)
+    done = 0
+    while done < len(memory):
+        count = fill(source, memory[done:], start + done)
+        if not count:
+            raise FileError(f"{what} is corrupt: it is cut off")
+        done += count

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
-from typing import IO, Any, Final, NamedTuple, TypeAlias
+from typing import IO, Any, Final, NamedTuple
 
 from modkit.errors import FileError
 from modkit.files.operating_system import PATH_TYPES, AnyPath, read_at, read_into_at
@@ -61,10 +61,6 @@ _LOCAL_HEADER: Final = struct.Struct("<4s22x2H")
 # The signatures of the records that may follow a member.
 _NEXT: Final = (b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02")
 
-# Makes, for a size, memory for a piece of a member, and a function that copies the piece elsewhere:
-# it takes the place of the piece in the content, and its length.
-Copier: TypeAlias = Callable[[int], tuple[memoryview, Callable[[int, int], object]]]
-Target: TypeAlias = memoryview | Copier | None
 CORRUPT_ZIP: Final = "corrupt zip file"
 CHAIN: Final = "chain of torch.save files"
 
@@ -433,60 +429,46 @@ class Archive:
                 return content
         return read_some(self._source, self.start_of(member), member.compress_size)
 
-    def is_large(self, name: str) -> bool:
-        """Return True for a member that is read in pieces, by :meth:`read_into` and in threads."""
-        member = self.members[name]
-        return member.file_size > _SMALL and not member.compress_type
-
-    def read_all(self, targets: Mapping[str, Target]) -> None:
-        """Verify large members in threads, and copy each into its memory.
+    def read_all(self, targets: Mapping[str, memoryview | None]) -> None:
+        """Verify members, large ones in threads, and copy each into its memory.
 
         Args:
-            targets: Names of members, each with its memory as in :meth:`read_into`.
+            targets: Names of members, each with memory of its size, or None to drop the content.
 
         Raises:
             FileError: If a member is corrupt.
         """
+        large: list[str] = []
+        for name, target in targets.items():
+            member = self.members[name]
+            if member.file_size > _SMALL and not member.compress_type:
+                large.append(name)
+                continue
+            content = self.read(name)
+            if target is not None:
+                target[:] = content
         # To start threads takes as long as to open a small file.
-        if targets:
+        if large:
             with ThreadPoolExecutor(_THREADS) as pool:
                 # The list raises what a thread has raised.
-                list(pool.map(self.read_into, targets, targets.values()))
+                list(pool.map(self._read_large, large, [targets[name] for name in large]))
 
-    def read_into(self, name: str, target: Target) -> None:
-        """Verify a large member while it is copied into memory.
-
-        Args:
-            name: The name of a stored member.
-            target: Memory of its size, a function that makes memory for a piece and one that copies
-                it elsewhere, or None to drop the content.
-
-        Raises:
-            FileError: If the content is cut off, or does not match its checksum.
-        """
+    def _read_large(self, name: str, target: memoryview | None) -> None:
+        """Verify a stored member in pieces while it is copied into memory."""
         member = self.members[name]
         start = self.start_of(member)
-        copy = None
-        if isinstance(target, memoryview):
-            memory = target
-        elif target is None:
-            memory = memoryview(bytearray(min(_PIECE, member.file_size)))
-        else:
-            memory, copy = target(_PIECE)
-
+        memory = target or memoryview(bytearray(min(_PIECE, member.file_size)))
         crc = 0
         done = 0
         while done < member.file_size:
             # Each piece has a place of its own, or all have the same.
-            place = done if memory is target else 0
+            place = done if target else 0
             piece = memory[place : place + min(_PIECE, member.file_size - done)]
             count = fill(self._source, piece, start + done)
             # The file has become shorter since its table was read.
             if not count:
                 raise self.corrupt(f"{name!r} is cut off")
             crc = crc32(piece[:count], crc)
-            if copy is not None:
-                copy(done, count)
             done += count
         self._check(member, crc, done)
 
@@ -508,11 +490,7 @@ class Archive:
             return
         chosen = self.members if names is None else names
         unread = [name for name in chosen if self.members[name].filename not in self._verified]
-
-        self.read_all({name: None for name in unread if self.is_large(name)})
-        for name in unread:
-            if not self.is_large(name):
-                self.read(name)
+        self.read_all(dict.fromkeys(unread))
 
 
 def _problem_of(member: zipfile.ZipInfo, name: str) -> str:

@@ -264,6 +264,13 @@ WRONG_TENSORS = {
     "parameter of a number": called(
         named("torch._utils", "_rebuild_parameter"), numbers(3), b"\x88", ORDERED
     ),
+    "state of a dict is a number": ORDERED + numbers(3) + b"b",
+    "state of a list": EMPTY + b"}b",
+    "state of None": b"N}b",
+    "new object of a tensor": named("torch", "Tensor") + tuple_of(numbers(-5)) + b"\x81",
+}
+# Pickles that torch reads or refuses, with the same outcome in modkit.
+ODD = {
     "parameter of integers with a gradient": called(
         named("torch._utils", "_rebuild_parameter"),
         tensor(
@@ -273,13 +280,6 @@ WRONG_TENSORS = {
         b"\x88",
         ORDERED,
     ),
-    "state of a dict is a number": ORDERED + numbers(3) + b"b",
-    "state of a list": EMPTY + b"}b",
-    "state of None": b"N}b",
-    "new object of a tensor": named("torch", "Tensor") + tuple_of(numbers(-5)) + b"\x81",
-}
-# Pickles that torch reads or refuses, with the same outcome in modkit.
-ODD = {
     "key is a number": tensor(storage(key=numbers(0))),
     "location is a number": tensor(storage(location=numbers(0))),
     "location is a list": tensor(storage(location=EMPTY)),

@@ -8,8 +8,7 @@ import torch
 import modkit
 from modkit._upstream import shares_all_storages
 from modkit.errors import FileError
-from modkit.files import checkpoints, plain_checkpoints, zip_archive
-from modkit.files.zip_archive import Archive
+from modkit.files import checkpoints, zip_archive
 from tests.cases import for_each
 from tests.unit.files import hostile
 from tests.unit.files.checkpoint_zoo import file_written, quiet
@@ -20,10 +19,6 @@ from tests.unit.files.test_same_as_torch_load import written
 
 def nothing(storage, location):
     """Leave the decision to torch."""
-
-
-def nothing_to_do(device):
-    """Wait for nothing."""
 
 
 def failing(storage, location):
@@ -298,32 +293,6 @@ def test_averages_are_made_on_the_cpu(tmp_path, registered):
 
     assert modkit.average_checkpoints([path])["w"].tolist() == [0.0, 1.0, 2.0, 3.0]
     assert registered == []
-
-
-def test_memory_of_devices_is_filled_in_pieces(path, monkeypatch):
-    """Content that is copied to a device is verified, and complete."""
-    tensor = torch.load(path)["views"][0]
-    storage = torch.UntypedStorage(800_000)
-    monkeypatch.setattr(torch.accelerator, "synchronize", nothing_to_do)
-    with path.open("rb") as file:
-        archive = Archive(file.fileno(), "file.pt")
-        name = next(name for name, member in archive.members.items() if member.file_size == 800_000)
-        archive.read_into(name, lambda size: plain_checkpoints._staging(storage, size))
-
-    assert torch.equal(torch.empty(0).set_(storage)[1:], tensor)
-
-
-def test_accelerators(path, monkeypatch, bytes_read):
-    """Large tensors are allocated on an accelerator, and filled in pieces as they are verified."""
-    meta, waited = torch.device("meta"), []
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: meta)
-    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
-    expected = torch.load(path, {"cpu": "meta"})
-
-    found = modkit.load_checkpoint(path, {"cpu": "meta"})
-    assert found["large"].device == expected["large"].device == meta
-    assert set(waited) == {meta}
-    assert bytes_read["bytes"] > 1_000_000
 
 
 @pytest.mark.gpu

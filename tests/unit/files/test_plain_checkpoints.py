@@ -6,9 +6,10 @@ import torch
 
 import modkit
 from modkit.errors import FileError
-from modkit.files.inert import read_pickle
-from modkit.files.plain_checkpoints import is_plain
+from modkit.files.checkpoint_values import readable_names
 from modkit.files.plain_pickles import _has_known_instructions, is_plain_pickle
+from modkit.files.torch_files import TorchFile
+from modkit.files.weights_only import is_usual
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.hostile import (
@@ -31,8 +32,8 @@ from tests.unit.files.same_objects import assert_same
 
 def is_filled(data):
     """Return True if a file is not left to torch."""
-    archive = Archive(data, "x")
-    return is_plain(archive, read_pickle(archive.text("data.pkl"), "x", len(archive.members)))
+    opened = TorchFile(data, "x")
+    return is_usual(opened, readable_names(opened.content.names))
 
 
 def place(number):
