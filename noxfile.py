@@ -195,7 +195,7 @@ def pairs(session: nox.Session) -> None:
 
     The counts of a complete run go to docs/_render/results/pairs.json and docs/test_evidence.md.
     """
-    install(session, "test", extras="[cli,demo]")
+    install(session, "test", "ecosystem", extras="[cli,demo]")
     session.run("python", "-m", "tests.pairs", *session.posargs, env=TEST_ENVIRONMENT)
 
 

@@ -4,7 +4,7 @@ from _render.markdown import table
 from _render.stored_results import read
 
 
-KINDS = ("right", "refused", "not sensible", "not run")
+KINDS = ("right", "refused", "not sensible", "not installed")
 
 
 def blocks() -> dict[str, str]:

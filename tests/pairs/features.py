@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +18,9 @@ from safetensors.torch import load_file
 
 import modkit
 from modkit import distributed, jit, migrations
+from modkit.compat import model as compat_model
 from modkit.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from tests.pairs.worlds import DECAY, STEPS, Values, World, averaged, plain, reference
+from tests.pairs.worlds import DECAY, ON_TORCH, STEPS, Values, World, averaged, plain, reference
 from tests.unit.cli.command_line import invoke
 
 
@@ -610,3 +615,29 @@ class Jit(Feature):
         world.net.train(modes)
         jit.save(traced, path)
         yield jit.load(path)
+
+
+@feature("compat")
+class Compat(Feature):
+    """What `modkit compat` compares in two processes is equal here: models on torch and on modkit."""
+
+    @contextlib.contextmanager
+    def view(self, world: World, subject: Any) -> Iterator[Shown]:
+        name = world.situation.name
+        inputs = ((world.situation.batch(-1),), {})
+        on_modkit = self._outcomes(world.situation, inputs)
+        home = [f"tests.pairs.{name}" for name in ("worlds", "situations")]
+        with mock.patch.dict(os.environ, {ON_TORCH: "1"}), mock.patch.dict(sys.modules):
+            # Pickles find the classes under the same names.
+            for each in home:
+                del sys.modules[each]
+            twins = importlib.import_module(home[1]).SITUATIONS
+            on_torch = self._outcomes(twins[name], inputs)
+        assert on_modkit == on_torch
+        assert on_torch["output, gradients and buffers in training mode"][0] == "returns", on_torch
+        yield self.expected(world)
+
+    def _outcomes(self, situation: Any, inputs: Any) -> dict[str, Any]:
+        torch.manual_seed(0)
+        checks = compat_model.checks(situation.build(), inputs)
+        return {name: compat_model._checked(check) for name, check in checks.items()}

@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import gc
 import inspect
 import io
@@ -17,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+import traceback
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -563,8 +565,12 @@ class Copied(Situation):
         return subject
 
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
-        """Copy the object while its view is open: the copy has averages in memory of its own."""
+        """Copy the object while its view is open: it has memory of its own, or is refused."""
         if not feature.own(subject):
+            return
+        if "block" in feature.traits:
+            with pytest.raises(RuntimeError, match="copying or pickling an EMA was called"):
+                self.copied(subject)
             return
         other = feature.own(self.copied(subject))
         expected = {name: each for name, each in feature.own(subject).items() if name in other}
@@ -777,17 +783,19 @@ class Sigterm(Situation):
     """A handler saves what it sees: in the training, and while the view is open."""
 
     def middle(self, world: World, feature: Feature | None, subject: Any) -> Any:
-        self._signal(subject, values_of(world.net), world)
+        self._signal(lambda: copy.deepcopy(subject))
         return subject
 
     def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
-        self._signal(subject, reference(self)[world.step - 1], world)
+        # In a block the state has both kinds of weights, and a copy is refused.
+        is_block = "block" in feature.traits and hasattr(subject, "state_dict")
+        self._signal(subject.state_dict if is_block else lambda: copy.deepcopy(shown))
 
-    def _signal(self, subject: Any, training: Values, world: World) -> None:
+    def _signal(self, save: Callable[[], Any]) -> None:
         seen: list[Any] = []
 
         def handle(*_: object) -> None:
-            seen.append(copy.deepcopy(subject))
+            seen.append(save())
 
         before = signal.signal(signal.SIGTERM, handle)
         try:
@@ -817,11 +825,67 @@ class Fork(Situation):
         if not child:
             status = 1
             with contextlib.suppress(BaseException):
-                signal.alarm(20)
+                signal.alarm(60)
                 action()
                 status = 0
             os._exit(status)
         assert os.waitpid(child, 0)[1] == 0, "it fails in a forked child"
+
+
+@situation("spawn")
+class Spawned(Situation):
+    """Another process gets model, optimizer and object, in shared memory, and looks at them."""
+
+    def optimize(self, model: torch.nn.Module) -> torch.optim.Optimizer:
+        # Threads that send tensors begin before they are counted.
+        self._in_child("check", torch.zeros(1))
+        return super().optimize(model)
+
+    def look(self, world: World, feature: Feature, subject: Any) -> None:
+        self._in_child("look", self._sent(world), feature.name, subject)
+        super().look(world, feature, subject)
+
+    def inside(self, world: World, feature: Feature, subject: Any, shown: Any) -> None:
+        if not isinstance(shown, torch.jit.ScriptModule):
+            self._in_child("verify", self._sent(world), feature.name, shown)
+
+    def _sent(self, world: World) -> World:
+        sent = copy.copy(world)
+        sent.values, sent.kept = [], []
+        del sent.drive
+        return sent
+
+    def _in_child(self, *message: object) -> None:
+        connection = child()
+        connection.send(message)
+        assert connection.poll(60), "the other process does not answer"
+        error = connection.recv()
+        assert not error, f"in the other process: {error}"
+
+
+@functools.cache
+def child() -> Any:
+    """Return a connection to another process, which looks at what it receives."""
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    context.Process(target=answer, args=(theirs,), daemon=True).start()
+    return ours
+
+
+def answer(connection: Any) -> None:
+    """Look at objects that another process sends."""
+    from tests.pairs.features import FEATURES
+
+    while True:
+        action, *arguments = connection.recv()
+        try:
+            if action != "check":
+                world, name, subject = arguments
+                world.situation = SITUATIONS["plain"]
+                getattr(world.situation, action)(world, FEATURES[name], subject)
+            connection.send("")
+        except BaseException:
+            connection.send(traceback.format_exc())
 
 
 class Called(Situation):

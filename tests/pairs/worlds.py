@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import signal
 import tempfile
 import threading
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-import modkit.nn as nn
+import modkit.nn
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from tests.pairs.features import Feature
     from tests.pairs.situations import Situation
@@ -29,7 +30,12 @@ STEPS, MIDDLE, DECAY = 6, 3, 0.5
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-6, torch.bfloat16: 2**-7}
 
 
-class Net(nn.Module):
+# `modkit compat` builds the models on torch too.
+ON_TORCH = "PAIRS_ON_TORCH"
+Module = torch.nn.Module if ON_TORCH in os.environ else modkit.nn.Module
+
+
+class Net(Module):
     """Two layers and batch normalization: parameters, and buffers of both kinds."""
 
     def __init__(self) -> None:
@@ -76,6 +82,8 @@ class World:
         torch.default_generator.manual_seed(0)
         self.model = situation.build()
         self.optimizer = situation.optimize(self.model)
+        # A trainer calls the function that takes a step.
+        self.drive: Callable[[Callable[[], None]], None] = lambda step: step()
         self.step = 0
         self.values: list[Values] = []
         # Tensors that must not change any more, with copies of them.
@@ -88,7 +96,7 @@ class World:
 
     def train(self) -> None:
         """Take one step, and keep its values."""
-        self.situation.train(self, self.situation.batch(self.step))
+        self.drive(lambda: self.situation.train(self, self.situation.batch(self.step)))
         self.step += 1
         self.values.append(values_of(self.net))
 
