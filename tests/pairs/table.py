@@ -33,13 +33,7 @@ SOUPS = "average_checkpoints, modkit average"
 LOADERS = "load_state_dict of Module, modkit.load_state_dict, migrations"
 TENSORS_ONLY = f"convert, diff, modkit migrate, {SOUPS}"
 SHARDED = "body.weight' is a tensor of a class that wraps others, such as a sharded one"
-BLOCKS = ["applied, update_bn, evaluating, evaluating by hooks", "store, copy_to, restore"]
 REFUSED = [
-    *(
-        (place, features, "copying or pickling an EMA was called")
-        for place in ("deepcopy", "pickle", "torch.save")
-        for features in BLOCKS
-    ),
     ("tensor subclass", "load_checkpoint", "it needs tests.pairs.situations.Tagged, and"),
     (
         "tensor subclass",
