@@ -143,9 +143,6 @@ def test_a_detached_optimizer_may_step_inside_applied() -> None:
     assert ema.step == 1
 
 
-# --- the default decay -----------------------------------------------------------------------------
-
-
 # --- parameters without data -----------------------------------------------------------------------
 
 

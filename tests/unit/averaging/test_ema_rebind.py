@@ -66,49 +66,6 @@ def test_rebind(change: str, precision: Any, dtype: torch.dtype) -> None:
             assert parameter.equal(values(ema)[name].to(dtype))
 
 
-# --- trainable_only --------------------------------------------------------------------------------
-
-
-def test_a_parameter_that_is_unfrozen_later_is_an_error_until_rebind() -> None:
-    """It is not left out in silence; after rebind() it starts as a copy."""
-    model = layers()
-    model[0].requires_grad_(False)
-    ema = modkit.EMA(model, 0.5, trainable_only=True)
-    set_to(model, 0.0)
-    ema.update()
-    assert "0.weight" not in values(ema)
-    ema.update()
-    model[0].requires_grad_(True)
-    with pytest.raises(NameMismatchError, match=r"2 unexpected: 0\.weight, 0\.bias"):
-        ema.update()
-    assert ema.n_averaged == ema.step == 2
-    set_to(model, 4.0)
-    ema.rebind()
-    ema.update()
-    assert values(ema)["0.weight"].eq(4.0).all()
-    assert values(ema)["1.weight"].eq(2.0).all()
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_model_without_trainable_parameters_is_refused(begun: bool) -> None:
-    """There would be nothing to average, and a later update would have nothing to go on from."""
-    model = layers()
-    ema = modkit.EMA(model, 0.5, trainable_only=True)
-    set_to(model, 2.0)
-    if begun:
-        ema.update()
-        del model[:5]
-        model.add_module("head", nn.Linear(3, 3))
-    model.requires_grad_(False)
-    with pytest.raises(ValueError, match="trainable_only"):
-        ema.rebind() if begun else ema.update()
-    model.requires_grad_(True)
-    if begun:
-        ema.rebind()
-    ema.update()
-    assert values(ema).keys() == {name for name, _ in model.named_parameters()}
-
-
 # --- buffers ---------------------------------------------------------------------------------------
 
 
@@ -336,16 +293,6 @@ def test_parameters_that_were_renumbered_and_moved_start_again() -> None:
     assert torch.equal(found["0.weight"], before["0.weight"])
     for index in (1, 2, 3):
         assert torch.equal(found[f"{index}.weight"], ema.model[index].weight)
-
-
-def test_rebind_needs_finite_parameters() -> None:
-    """The average of a new one starts as a copy."""
-    ema = begun("updates", torch.float32, on_nonfinite="raise")
-    add(ema.model)
-    with torch.no_grad():
-        ema.model[5].bias.fill_(torch.inf)
-    with pytest.raises(RuntimeError, match=r"^EMA: 5\.bias is not finite"):
-        ema.rebind()
 
 
 def test_rebind_lets_go_of_what_the_model_has_lost() -> None:

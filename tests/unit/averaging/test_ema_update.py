@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import modkit
-from modkit.errors import NameMismatchError
 from modkit.schedules import (
     Constant,
     CountWarmup,
@@ -26,39 +25,6 @@ from tests.unit.averaging.recipes import (
 
 
 # --- matching --------------------------------------------------------------------------------------
-
-
-def shadow_of(ema) -> list[tuple[str, torch.Tensor]]:
-    """Return a copy of all that is averaged."""
-    return [(name, value.clone()) for name, value in ema.named_averages()]
-
-
-@for_each(
-    ("change", "named"),
-    [
-        (lambda net: net.append(nn.Linear(2, 2)), "unexpected: 4.weight"),
-        (lambda net: net[3].register_parameter("bias", None), "missing: 3.bias"),
-        (lambda net: setattr(net[3], "bias", nn.Parameter(torch.ones(5))), "3.bias ((5,) instead"),
-        (lambda net: setattr(net[3], "bias", net[0].bias), "missing: 3.bias"),
-    ],
-    ids=["added", "removed", "shape", "tied"],
-)
-def test_a_model_that_changed_is_refused_whole(change, named: str) -> None:
-    """Added, removed, reshaped and newly tied parameters are named, and nothing is changed."""
-    net = network()
-    ema = modkit.EMA(net, decay=0.5)
-    ema.update()
-    before = shadow_of(ema)
-    set_to(net, torch.tensor(1.0))
-    change(net)
-
-    with pytest.raises(NameMismatchError) as caught:
-        ema.update()
-
-    assert named in str(caught.value)
-    assert (ema.step, ema.n_averaged) == (1, 1)
-    for (_, value), (_, old) in zip(ema.named_averages(), before, strict=True):
-        assert torch.equal(value, old)
 
 
 @for_each("outer", ["ema", "model"])
@@ -151,19 +117,6 @@ def test_copied_buffers_are_no_aliases_and_may_change_shape() -> None:
 
 
 # --- odd tensors -----------------------------------------------------------------------------------
-
-
-def test_lazy_layers_wait_for_their_shape() -> None:
-    """A lazy model may be given before its first call, and is named if it is still lazy then."""
-    net = nn.Sequential(nn.LazyLinear(2))
-    ema = modkit.EMA(net, decay=0.5)
-    with pytest.raises(RuntimeError, match="uninitialized"):
-        ema.update()
-    net(torch.zeros(1, 3))
-    ema.update()
-
-    assert torch.equal(averaged(ema, "0.weight"), net[0].weight)
-    assert ema.step == 1
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])

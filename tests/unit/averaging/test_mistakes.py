@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import modkit
-from modkit import schedules
 from modkit.averaging.callback import check_options
 from modkit.distributed import export_average
 from modkit.optim.swa_utils import AveragedModel
@@ -129,30 +128,7 @@ def test_an_index_that_no_average_has(
         read(ema, index)
 
 
-# --- decays and schedules ------------------------------------------------------------------------------
-
-NUMBER = "must be a number, a schedule or a function of the step"
-
-
-@for_each("face", [modkit.EMA, modkit.EMACallback])
-@for_each(
-    ("options", "message"),
-    [
-        ({"decay": "0.99"}, f"EMA: decay {NUMBER}, got '0.99'"),
-        ({"decay": [0.5, "0.99"]}, f"EMA: decay {NUMBER}, got '0.99'"),
-        ({"decay": {0.5: 0.9}}, f"EMA: decay {NUMBER}, got {{0.5: 0.9}}"),
-        ({"schedule": "cosine"}, f"EMA: schedule {NUMBER}, got 'cosine'"),
-        ({"schedule": schedules.Equal}, f"EMA: schedule {NUMBER}, got <class .*Equal'>"),
-        ({"schedule": [0.5, schedules.Power]}, f"EMA: schedule {NUMBER}, got <class .*Power'>"),
-    ],
-)
-def test_decays_of_a_wrong_type(face: Any, options: dict[str, Any], message: str) -> None:
-    """The error names the argument and the whole value."""
-    with pytest.raises(TypeError, match=message):
-        face(network(), **options)
-
-
-# --- delays that are set later -------------------------------------------------------------------------
+# --- walks over the names ------------------------------------------------------------------------------
 
 
 def test_a_model_that_contains_itself_is_named():
@@ -176,13 +152,6 @@ def test_a_model_deeper_than_the_recursion_limit_has_an_average():
 
 
 # --- the wrong class ---------------------------------------------------------------------------------
-
-
-@for_each("option", ["decay", "schedule"])
-def test_a_model_is_not_a_function_of_the_step(option: str) -> None:
-    """It is callable, but returns no decay."""
-    with pytest.raises(TypeError, match=f"{option} {NUMBER}, got the model Sequential"):
-        modkit.EMA(network(), **{option: network()})
 
 
 def test_callbacks_of_trainers_do_not_take_the_model() -> None:
