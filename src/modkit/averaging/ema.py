@@ -17,14 +17,7 @@ from modkit._upstream import never_compiled
 from modkit.averaging import batch_norm, foreign_states, state as ema_state
 from modkit.averaging.engine import Engine
 from modkit.averaging.optimizer_steps import OptimizerSteps
-from modkit.averaging.options import (
-    Buffers,
-    Device,
-    EMAOptions,
-    Names,
-    Options,
-    checked_count,
-)
+from modkit.averaging.options import Buffers, Device, EMAOptions, Names, Options, checked_count
 from modkit.averaging.precision import OnNonfinite, Precision
 from modkit.averaging.rules import Ema
 from modkit.averaging.schedules import Decay, Decays, Schedule, schedules_of
@@ -108,8 +101,9 @@ class EMA(Generic[ModelT_co]):
         on_nonfinite: ``"ignore"`` averages infinite and NaN parameters, ``"skip"`` skips the step,
             ``"raise"`` raises. On CPU a skipped step has no part in ``n_averaged`` and in the
             schedule; on accelerators it counts there, because reading the flag is a host sync.
-        seed: Seed for stochastic rounding, of one generator per device. XLA has no generators, so
-            its 16-bit averages are rounded with noise of the host, which reads them at each update.
+        seed: Seed for stochastic rounding, to which the number of the step is added. XLA has no
+            generators, so its 16-bit averages are rounded with noise of the host, which reads them
+            at each update.
         process_group: The ranks that take, or skip, a step together, if ``on_nonfinite`` is not
             ``"ignore"``: all stages of a pipeline. It costs one all-reduce of one element. Default:
             the ranks that share a sharded tensor. A pickle does not hold it.
@@ -879,8 +873,8 @@ class EMA(Generic[ModelT_co]):
             - ``"versions"``: those of the model's modules that are not 1, by path, and the model's
               own, by which :mod:`modkit.migrations` finds what to migrate;
             - ``"first_shares"``: the weight of the first model in each average; None if unknown;
-            - ``"averages"``: for each average its ``"tensors"``, states
-              of random ``"generators"`` and, after :meth:`update_bn`, ``"statistics"``;
+            - ``"averages"``: for each average its ``"tensors"`` and, after :meth:`update_bn`,
+              ``"statistics"``;
             - ``"buffers"``: the copied buffers;
             - ``"raw"``: the training weights, if the model holds an average.
         """

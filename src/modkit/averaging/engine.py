@@ -1,7 +1,7 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
 import operator
-from collections.abc import Sequence, Set as AbstractSet
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from modkit._messages import MSG_NOTHING_CHOSEN, MSG_REBIND, MSG_UNFROZEN
 from modkit.averaging import batch_norm, precision, state as ema_state
 from modkit.averaging.options import Options, check_index
 from modkit.averaging.recipe import Cache, Copies, Plan, Walk
-from modkit.averaging.rules import Rule
+from modkit.averaging.rules import Average, Rule, Tensors
 from modkit.averaging.sharding import check_shards, is_sharded, shards_of
-from modkit.averaging.storage import Average, Tensors
 from modkit.averaging.swap import Pairing, versions_of
 from modkit.averaging.tensors import (
     Member,
@@ -97,6 +96,9 @@ class Engine:
         # The plan of the latest model, made anew if anything about it has changed.
         plan = self._plans.get(model, None, lambda: self._plan(model))
         # A flag on a device is not read: it counts as taken.
+        if self.options.precision == "stochastic":
+            for average in self.averages:
+                average.seed(count)
         taken = plan.step(rule, count) is not False
         self.begun = self.begun or taken
         for average in self.averages:
@@ -122,7 +124,7 @@ class Engine:
         named = self._named(model)
         _check_materialized(named)
         averaged, copied = self._split(model, named)
-        _check_layouts(averaged, copied)
+        _check_layouts(averaged)
 
         if self.begun:
             self._check_averaged(averaged)
@@ -308,7 +310,7 @@ class Engine:
         for index, (average, tensors) in enumerate(zip(averages, saved_averages, strict=True)):
             average.start(averaged)
             with ema_state.constructing(f"averages[{index}]"):
-                average.load_state_dict({**loaded.averages[index], "tensors": tensors})
+                average.load(tensors)
                 # Those of a layer that the model has lost since are dropped.
                 statistics = loaded.averages[index]["statistics"].items()
                 average.set_statistics({n: t.clone() for n, t in statistics if n in named.buffers})
@@ -359,9 +361,9 @@ class Engine:
             return
 
         former_names = self._former_names(named)
-        averaged, copied = self.options.split(named, former_names)
+        averaged, _ = self.options.split(named, former_names)
         _check_any(averaged)
-        _check_layouts(averaged, copied)
+        _check_layouts(averaged)
         if self.options.on_nonfinite != "ignore":
             # The average of a new one starts as a copy.
             precision.check_finite("EMA", averaged, self.options.process_group)
@@ -514,20 +516,16 @@ def _check_any(averaged: Tensors) -> None:
         raise ValueError(f"EMA: {MSG_NOTHING_CHOSEN}")
 
 
-def _check_layouts(averaged: Tensors, copied: Sequence[Member] = ()) -> None:
-    """Raise RuntimeError, by name, for tensors that torch cannot average or copy in place."""
-    tensors = [*averaged.items(), *((member.name, member.tensor) for member in copied)]
-    for name, tensor in tensors:
+def _check_layouts(averaged: Tensors) -> None:
+    """Raise RuntimeError, by name, for tensors that torch cannot average in place."""
+    for name, tensor in averaged.items():
         # The older kind of nested tensors is of the strided layout.
-        is_opaque = tensor.is_nested or tensor.is_mkldnn
-        if is_opaque or (name in averaged and tensor.layout is not torch.strided):
+        if tensor.is_nested or tensor.layout is not torch.strided:
             layout = f"{tensor.layout} (nested)" if tensor.is_nested else tensor.layout
-            # Sparse buffers can be copied, though not averaged.
-            policy = "ignore" if is_opaque else "copy"
             raise RuntimeError(
                 f"EMA: {name} has the layout {layout}, for which torch has no kernels. Leave it "
-                f"out with exclude={name!r}, or buffers={{{name!r}: {policy!r}}} if it is a "
-                "buffer. Nothing has been changed."
+                f"out with exclude={name!r}, or buffers={{{name!r}: 'ignore'}} if it is a buffer. "
+                "Nothing has been changed."
             )
 
 

@@ -188,14 +188,6 @@ def _in_order(part: Part, model: torch.nn.Module) -> dict[str, Tensor]:
         )
 
     names = canonical_names(named)
-    # Shapes are all there is to compare an order by.
-    for (name, parameter), tensor in zip(parameters.items(), tensors, strict=True):
-        if parameter.shape != tensor.shape:
-            raise invalid_state(
-                f"the state of {part.source} has no names, and its order is not that of the "
-                f"model: where {names[name]!r} has the shape {tuple(parameter.shape)} it has "
-                f"{tuple(tensor.shape)}"
-            )
     return {names[name]: tensor for name, tensor in zip(parameters, tensors, strict=True)}
 
 

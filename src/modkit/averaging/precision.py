@@ -185,15 +185,17 @@ def gathered(*lists: list[Tensor]) -> list[list[Tensor]]:
     return [[flatten(of)] for of in lists] if saves and len(lists[0]) > 1 else list(lists)
 
 
-def scatter_(tensors: list[Tensor], source: list[Tensor]) -> None:
-    """Copy values back to tensors.
+def in_parts(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
+    """Yield the :func:`parts` of parallel lists of tensors to compute with, :func:`gathered`.
 
-    Args:
-        tensors: The tensors.
-        source: What :func:`gathered` returned for them.
+    What is computed in all but the last list is copied back.
     """
-    if source is not tensors:
-        copy_all_(tensors, _views(source[0], tensors))
+    for part in parts(*lists):
+        taken = gathered(*part)
+        yield taken
+        for tensors, source in zip(part[:-1], taken[:-1], strict=True):
+            if source is not tensors:
+                copy_all_(tensors, _views(source[0], tensors))
 
 
 def _chunk_for(tensor: Tensor) -> int:
@@ -257,8 +259,7 @@ def stochastic_(
     # Random low-order bits are added, and carry into the others with that probability. Then the
     # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
     cut = _ROUNDED[averages[0].dtype]
-    for tensors, sources in parts(averages, currents):
-        targets, values = gathered(tensors, sources)
+    for targets, values in in_parts(averages, currents):
         noise = _random_bits(sum(target.numel() for target in targets), cut, generator)
         pieces = noise.split([target.numel() for target in targets])
         for average, current, piece in zip(targets, values, pieces, strict=True):
@@ -266,7 +267,6 @@ def stochastic_(
             lerp_one_(wide, current, weight)
             bits = wide.view(torch.int32).add_(piece.to(wide.device).view(wide.shape))
             average.copy_(bits.bitwise_and_(-(1 << cut)).view(torch.float32))
-        scatter_(tensors, targets)
 
 
 def _random_bits(elements: int, count: int, generator: torch.Generator) -> Tensor:

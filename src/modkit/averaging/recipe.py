@@ -20,7 +20,7 @@ from typing_extensions import Self, TypeVar, override
 from modkit._upstream import PLAIN, ListCopier, copier, tensor_guard
 from modkit.averaging import precision
 from modkit.averaging.options import Options
-from modkit.averaging.rules import Count, Group, Rule, copy, grouped
+from modkit.averaging.rules import Average, Count, Group, Rule, Tensors, copy, grouped
 from modkit.averaging.sharding import (
     groups_of,
     is_sharded,
@@ -28,7 +28,6 @@ from modkit.averaging.sharding import (
     local_shard,
     true_everywhere,
 )
-from modkit.averaging.storage import Average, Tensors
 from modkit.averaging.tensors import Member, NamedTensors, Registry
 
 
@@ -97,8 +96,8 @@ class Watch:
         self._keys = [member.key for member in members]
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
 
-    def changed(self, *, metadata: bool = True) -> bool:
-        """Return True if anything is not as it was; ``metadata`` of tensors may be left out."""
+    def changed(self) -> bool:
+        """Return True if anything is not as it was."""
         if (
             self._unknown
             or list(map(len, self._filled)) != self._lengths
@@ -119,7 +118,7 @@ class Watch:
         current = map(operator.getitem, self._registries, self._keys)
         if not all(map(operator.is_, current, self._members)):
             return True
-        return metadata and (not self._alike() or any(map(_requires_grad, self._frozen)))
+        return not self._alike() or any(map(_requires_grad, self._frozen))
 
 
 def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:

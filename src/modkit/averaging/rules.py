@@ -1,4 +1,4 @@
-"""How an average moves: the one definition of a step, for eager and for compiled updates.
+"""An average, and how it moves: the one definition of a step, for eager and compiled updates.
 
 The first update of an average copies, whatever its rule. Later ones are steps of its rule, which
 computes the weight of the step, or calls a function.
@@ -8,9 +8,10 @@ forms: ``a + (b - a) / (n + 1)`` tensor by tensor, and ``lerp`` with the weight 
 where lists of tensors have fused kernels.
 """
 
+import operator
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Final, TypeAlias
@@ -20,11 +21,155 @@ from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn, get_swa_multi_avg_fn
 from typing_extensions import override
 
-from modkit._upstream import PLAIN, copy_all_, foreach_devices, foreach_lerp_
+from modkit._messages import MSG_LEAVE_OUT, add_note
+from modkit._upstream import PLAIN, copy_, copy_all_, foreach_devices, foreach_lerp_
 from modkit.averaging import precision
+from modkit.averaging.options import Options
 from modkit.averaging.precision import Weight, where_
-from modkit.averaging.sharding import is_sharded_alike, local_shard
-from modkit.averaging.storage import Average, Tensors
+from modkit.averaging.sharding import is_sharded_alike, local_shard, shards_of
+
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+
+# Seeds of generators have 64 bits.
+_SEEDS: Final = 1 << 64
+
+
+class Average:
+    """The average of named tensors: what is stored of it, and what a checkpoint holds of it.
+
+    Args:
+        options: Options of the average, kept as an attribute.
+
+    Attributes:
+        tensors: Averages by name.
+        statistics: Batch normalization statistics that were computed for this average, by name.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options: Options = options
+        self._seed = options.seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop all values, so that the next step is the first one."""
+        self.tensors: dict[str, Tensor] = {}
+        self._generators: dict[torch.device, torch.Generator] = {}
+        # Batch normalization statistics for this average, until the next step.
+        self.statistics: dict[str, Tensor] = {}
+
+    def start(self, members: Tensors) -> None:
+        """Allocate an average; its values are those of the first step, which copies.
+
+        Args:
+            members: Tensors of the model by name. They give shapes and, with the options, dtypes
+                and devices.
+        """
+        self.reset()
+        device = self.options.device
+        # In the order of the model, which is that of the state dict.
+        for name, member in members.items():
+            dtype = self.options.kept_dtype(member.dtype)
+            try:
+                tensor = torch.empty_like(member, dtype=dtype, device=device, requires_grad=False)
+            except NotImplementedError as error:
+                # The class of a quantized weight, for one, does not know which tensor it is.
+                add_note(error, f"EMA: {name} cannot be averaged. {MSG_LEAVE_OUT}")
+                raise
+            self.tensors[name] = tensor
+
+    def place(self, members: Tensors) -> bool:
+        """Follow a model that was moved or sharded; averages with a device of their own stay there.
+
+        Args:
+            members: Tensors of the model by name.
+
+        Returns:
+            Whether there are other tensors now.
+        """
+        before = [*self.tensors.values()]
+        for name, current in members.items():
+            device = self.options.device or current.device
+            tensor = shards_of(self.tensors[name], current)
+            if tensor is not self.tensors[name] or tensor.device != device:
+                # A view of the full tensor would keep all of its memory.
+                self.tensors[name] = tensor.to(device, copy=True)
+        return not all(map(operator.is_, self.tensors.values(), before))
+
+    def resized(self, members: Tensors, former_names: Mapping[str, str]) -> "Average":
+        """Return the average of other members.
+
+        Args:
+            members: Tensors of the model by name.
+            former_names: Maps names of members to their names in this average. Members without a
+                name here start as a copy, and so do those of another shape.
+
+        Returns:
+            The new average, in memory of its own. This one is unchanged.
+        """
+        new = Average(self.options)
+        new.start(members)
+        for name, tensor in new.tensors.items():
+            average = self.tensors.get(former_names.get(name, ""))
+            if average is None or average.shape != tensor.shape:
+                average = members[name]
+            new._take_over(name, average)
+
+        return new
+
+    def set_statistics(self, statistics: Tensors) -> None:
+        """Keep batch normalization statistics until the next step.
+
+        Args:
+            statistics: The statistics by name, which are moved to the device of the average.
+        """
+        device = self.options.device
+        moved = {name: t.to(device or t.device) for name, t in statistics.items()}
+        # In place: swaps watch this table.
+        self.statistics.clear()
+        self.statistics.update(moved)
+
+    def _take_over(self, name: str, value: Tensor) -> None:
+        """Copy another average, which may be full, or of another dtype."""
+        tensor = self.tensors[name]
+        copy_(local_shard(tensor), local_shard(shards_of(value, tensor)))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return the generator of the stochastic rounding on a device, of the host for XLA."""
+        if device.type == "xla":
+            # XLA has one random state for all, and no generators.
+            device = torch.device("cpu")
+        if device not in self._generators:
+            generator = torch.Generator(device=device).manual_seed(self._seed)
+            self._generators[device] = generator
+        return self._generators[device]
+
+    def seed(self, step: int) -> None:
+        """Seed the stochastic rounding of a step, whose number is its only state."""
+        self._seed = (self.options.seed + step) % _SEEDS
+        self._generators = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the next step depends on; tensors are not copied.
+
+        Returns:
+            ``"tensors"`` by name, and batch normalization ``"statistics"``, if there are any.
+        """
+        state: dict[str, Any] = {"tensors": dict(self.tensors)}
+        # Older versions do not know the entry, so it is only there if it is needed.
+        if self.statistics:
+            state["statistics"] = dict(self.statistics)
+        return state
+
+    def load(self, tensors: Tensors) -> None:
+        """Load values into the tensors of this average, which was started.
+
+        Args:
+            tensors: The values, with names and shapes that were checked. Full tensors are sharded
+                like those here.
+        """
+        for name in self.tensors:
+            self._take_over(name, tensors[name])
 
 
 @dataclass
@@ -58,28 +203,6 @@ class Group:
         self.currents.append(part(current))
         for owner, tensors in zip(self.owners, self.averages, strict=True):
             tensors.append(part(owner.tensors[name]))
-
-    def parts(self) -> Iterator[tuple["Group", "Group"]]:
-        """Cut the group into groups of a bounded number of elements.
-
-        Yields:
-            A group whose tensors share the memory of this one, and the group to compute with: the
-            same tensors as :func:`precision.gathered` returns them. :meth:`take` copies its values
-            back.
-        """
-        for lists in precision.parts(*self._lists()):
-            yield self._with(lists), self._with(precision.gathered(*lists))
-
-    def take(self, gathered: "Group") -> None:
-        """Take the averages of the group that :meth:`parts` has gathered."""
-        for tensors, source in zip(self._lists()[:-1], gathered._lists()[:-1], strict=True):
-            precision.scatter_(tensors, source)
-
-    def _lists(self) -> list[list[Tensor]]:
-        return [*self.averages, self.currents]
-
-    def _with(self, lists: Sequence[list[Tensor]]) -> "Group":
-        return replace(self, averages=list(lists[:-1]), currents=lists[-1])
 
 
 def grouped(owners: Sequence[Average], currents: Tensors, *, alone: bool = False) -> list[Group]:
@@ -166,16 +289,17 @@ class Rule(ABC):
             # The first step is not masked: whether there is an average is known on the host.
             later = torch.as_tensor(finite, device=device)
 
-        for cut, part in group.parts() if self.can_be_cut else [(group, group)]:
-            tensors = [*chain.from_iterable(part.averages)]
+        lists = [*group.averages, group.currents]
+        for *averages, currents in precision.in_parts(*lists) if self.can_be_cut else [lists]:
+            part = replace(group, averages=averages, currents=currents)
+            tensors = [*chain.from_iterable(averages)]
             before = [tensor.detach().clone() for tensor in tensors]
             self.step(part, count)
             where_(~later, tensors, before)
 
             if first is not None:
-                for averages in part.averages:
-                    where_(first, averages, part.currents)
-            cut.take(part)
+                for tensors in averages:
+                    where_(first, tensors, currents)
 
 
 def _flags(count: Tensor, finite: bool | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -221,8 +221,8 @@ def migrated(loaded: LoadedState, model: torch.nn.Module) -> LoadedState:
 
 
 def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return what a state holds of an average without generators and statistics."""
-    return {"tensors": tensors, "generators": {}, "statistics": {}}
+    """Return what a state holds of an average without statistics."""
+    return {"tensors": tensors, "statistics": {}}
 
 
 def is_own(state: Mapping[str, Any]) -> bool:
@@ -309,13 +309,6 @@ def _versions(saved: Mapping[Any, Any] | None) -> dict[str, int] | None:
     return {str(path): operator.index(version) for path, version in saved.items()}
 
 
-def _plain(value: object) -> object:
-    """Return the value as JSON has it: lists for tuples, dicts for mappings."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
 def _schedule(saved: Part, current: Schedule) -> Schedule:
     """Return ``current``, the schedule of the ``EMA``, if the state has an equal one, or its own.
 
@@ -323,36 +316,24 @@ def _schedule(saved: Part, current: Schedule) -> Schedule:
     """
     if not isinstance(saved.value, Mapping):
         saved.refuse("a mapping")
-    config = _plain(saved.value)
+    config = saved.value
     remedy = (
         ". If it was a function or a subclass of Schedule, pass an equal one to EMA as schedule=; "
         f"this one has {current}"
     )
     # A tensor has no truth value, and an int may be too large for a float.
     with constructing(f"{saved.path}, {described(config)},", end=remedy):
-        if config == _plain(current.to_config()):
+        if config == current.to_config():
             return current
-        schedule = decays.from_config(saved.value)
-        if config != _plain(schedule.to_config()):
+        schedule = decays.from_config(config)
+        if config != schedule.to_config():
             raise ValueError(f"its fields must be those of {schedule}")
         return schedule
 
 
 def _average(saved: Part) -> dict[str, Any]:
     """Return what a state holds of an average; of its parts, only those that are needed exist."""
-    parts = {name: saved.get(name, {}).tensors() for name in stored_average({})}
-    # A state that was saved on a machine with an accelerator loads on one without it.
-    parts["generators"] = {n: state for n, state in parts["generators"].items() if _exists(n)}
-    return parts
-
-
-def _exists(device: str) -> bool:
-    """Return True if there are random generators for a device here."""
-    try:
-        torch.Generator(device=device)
-    except RuntimeError:
-        return False
-    return True
+    return {name: saved.get(name, {}).tensors() for name in stored_average({})}
 
 
 def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
@@ -403,8 +384,14 @@ def matched(
     shards = [tensor for tensors in tensors_of_each for tensor in tensors.values()]
     if not are_own_shards([*shards, *loaded.raw.values()], averaged.values()):
         raise invalid_state(_MSG_OTHER_SHARDS)
-    if options.on_nonfinite != "ignore":
-        _check_finite(tensors_of_each, options)
+    for index, tensors in enumerate(tensors_of_each if options.on_nonfinite != "ignore" else ()):
+        # All ranks of a sharded model take part in the test.
+        wrong = first_nonfinite(tensors, options.process_group)
+        if wrong is not None:
+            raise invalid_state(
+                f"the loaded averages must be finite with on_nonfinite={options.on_nonfinite!r}: "
+                f"averages[{index}]['tensors'][{wrong!r}] contains inf or nan"
+            )
     return averaged, copied, tensors_of_each
 
 
@@ -422,20 +409,3 @@ def _check_like(path: str, tensors: Mapping[str, Tensor], members: Mapping[str, 
                 f"{path}[{name!r}] of the state must be like {described(like)}, got "
                 f"{described(saved)}"
             )
-
-
-def _check_finite(tensors_of_each: list[dict[str, Tensor]], options: Options) -> None:
-    """Raise ValueError, with the path in the state, if a value is not finite."""
-    tensors = {
-        f"averages[{index}]['tensors'][{name!r}]": tensor
-        for index, average in enumerate(tensors_of_each)
-        for name, tensor in average.items()
-    }
-
-    # One test of all tensors, in which all ranks of a sharded model take part.
-    path = first_nonfinite(tensors, options.process_group)
-    if path is not None:
-        raise invalid_state(
-            f"the loaded averages must be finite with on_nonfinite={options.on_nonfinite!r}: "
-            f"{path} contains inf or nan"
-        )

@@ -27,12 +27,7 @@ from modkit._messages import (
 )
 from modkit.averaging.recipe import TABLES, Watch, Watched
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
-from modkit.averaging.tensors import (
-    NamedTensors,
-    forget_casts,
-    is_wrapper,
-    pairs_for,
-)
+from modkit.averaging.tensors import NamedTensors, forget_casts, is_wrapper, pairs_for
 
 
 # Loops in C: no signal handler runs between two tensors.
@@ -328,11 +323,6 @@ class Swap:
                 written = MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
                 return self._message(index, MSG_CONVERTED_INSIDE if is_converted else written)
             self.written.append(name)
-            # A block around this one, with an average of the same model, is not told again.
-            for swap in active_swaps:
-                place = swap.position(tensor)
-                if place is not None:
-                    swap.versions[place] = versions[index]
         return None
 
     def _message(self, index: int, template: str) -> str:

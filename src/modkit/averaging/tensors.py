@@ -13,17 +13,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
-from modkit._messages import add_note
 from modkit._tree import descend
 from modkit._upstream import PLAIN, copy_, copy_all_
-from modkit.averaging.sharding import (
-    has_shards,
-    is_flattened,
-    is_sharded,
-    local_shard,
-    reshard,
-    shards_of,
-)
+from modkit.averaging.sharding import is_sharded, local_shard, reshard, shards_of
 from modkit.errors import NameMismatchError
 
 
@@ -396,17 +388,11 @@ def copy_of(model: ModelT) -> ModelT:
     """
     try:
         return _compacted(copy.deepcopy(model))
-    except (AssertionError, RuntimeError, TypeError) as error:
-        if isinstance(error, RuntimeError):
-            # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses
-            # to copy. If that was not the reason, the first error is the one to show.
-            with _DetachedCopies(), suppress(Exception):
-                return _compacted(copy.deepcopy(model))
-
-        if hasattr(model, "modules") and (has_shards(model) or is_flattened(model.modules())):
-            add_note(
-                error, "modkit.EMA averages models of fully_shard (FSDP2) without a copy of them."
-            )
+    except RuntimeError:
+        # ``weight_norm``, for one, leaves a computed tensor in its module, which torch refuses to
+        # copy. If that was not the reason, the first error is the one to show.
+        with _DetachedCopies(), suppress(Exception):
+            return _compacted(copy.deepcopy(model))
         raise
 
 

@@ -15,9 +15,8 @@ from modkit._upstream import never_compiled
 from modkit.averaging.options import Buffers, Names, Options
 from modkit.averaging.precision import HOST_DEVICES, OnNonfinite, Precision, is_averaged
 from modkit.averaging.recipe import Cache, Copies, Plan
-from modkit.averaging.rules import Count, Group, Rule, Swa, UserFunction
+from modkit.averaging.rules import Average, Count, Group, Rule, Swa, UserFunction
 from modkit.averaging.sharding import check_not_partitioned
-from modkit.averaging.storage import Average
 from modkit.averaging.tensors import Member, NamedTensors, canonical_names, check_match, copy_of
 from modkit.nn.module import Module
 from modkit.optim.averaging_functions import AveragingFunction, AvgFn, MultiAvgFn
@@ -413,7 +412,7 @@ class _Runtime:
         if counter.device.type in HOST_DEVICES or not version or facts != self._facts:
             self._steps = int(counter)
 
-        self.average.seed(self.options.seed + self._steps)
+        self.average.seed(self._steps)
         self._steps += 1
         self._facts = (*facts[:2], *(v + 1 for v in version))
 

