@@ -155,11 +155,7 @@ class Pairing(Watched):
         replaced: list[str] = []
         # From the leaves up, so that a child that was removed has its own members back.
         for state, tables in reversed(self._before):
-            names: list[str] = []
-            for table, members in tables.items():
-                current = state[table]
-                lost = [member for key, member in members.items() if current.get(key) is not member]
-                names += [name for member in lost for name in self._names_in(member)]
+            names = [name for table in tables for name in self._lost(tables[table], state[table])]
             if not names:
                 continue
 
@@ -172,10 +168,18 @@ class Pairing(Watched):
                     state.pop(key, None)
         return replaced
 
-    def _names_in(self, member: Any) -> list[str]:
-        """Return the names of swapped tensors: of one, or of all parameters below a module."""
-        tensors = member.parameters() if isinstance(member, torch.nn.Module) else [member]
-        return [self.names[self.places[id(t)]] for t in tensors if id(t) in self.places]
+    def _lost(self, members: dict[str, Any], current: dict[str, Any]) -> list[str]:
+        """Return the names of swapped tensors in a table that another one lacks there."""
+        pairs = [(member, current.get(key)) for key, member in members.items()]
+        # Keras builds a container anew around the same parameters in each evaluation.
+        lost = [t for one, other in pairs if one is not other for t in _named(one) - _named(other)]
+        return [self.names[self.places[place]] for _, place in sorted(lost) if place in self.places]
+
+
+def _named(member: Any) -> set[tuple[str, int]]:
+    """Return the name and identity of a tensor, or of each parameter below a module."""
+    named = member.named_parameters() if isinstance(member, torch.nn.Module) else [("", member)]
+    return {(name, id(tensor)) for name, tensor in named}
 
 
 class Swap:

@@ -345,6 +345,32 @@ def test_replaced_members_are_put_back(change, ending, policy) -> None:
     ema.update()
 
 
+REBUILDS = {
+    "dict": lambda net: setattr(net, "table", nn.ParameterDict(net.table)),
+    "list": lambda net: setattr(net, "layers", nn.ModuleList(net.layers)),
+}
+
+
+@for_each("container", REBUILDS)
+def test_a_container_that_is_rebuilt_around_its_parameters_stays(container) -> None:
+    """As each evaluation of Keras does: the weights of training return, and the next update averages."""
+    net = nn.Module()
+    net.layers = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)])
+    net.table = nn.ParameterDict({"own": nn.Parameter(torch.ones(3)), "tied": net.layers[0].weight})
+    ema = half(net)
+    before = state_of(net)
+    for _ in range(2):
+        with ema.applied():
+            REBUILDS[container](net)
+            rebuilt = list(net.modules())
+            assert not same_state(net, before)
+
+    assert list(net.modules()) == rebuilt
+    assert same_state(net, before)
+    ema.update()
+    assert ema.n_averaged == 3
+
+
 # --- between copy_to() and restore() ------------------------------------------------------------
 
 
