@@ -90,6 +90,17 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     modkit: A tensor that is registered in several places is converted once, and stays one tensor.
     A module that contains itself raises a RecursionError that names it.
     """
+    plain: set[int] = _running.__dict__.setdefault("plain", set())
+    # An override may call this with a function of its own, for a part of what is being converted.
+    if id(fn) in plain or not (_running.__dict__.get("ties") or _has_ties(self)):
+        is_inner = id(fn) in plain
+        plain.add(id(fn))
+        try:
+            return cast("ModuleT", original_methods["_apply"](self, fn, recurse))
+        finally:
+            if not is_inner:
+                plain.discard(id(fn))
+
     with _applying(fn) as ties:
         if recurse:
 
@@ -99,6 +110,31 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
             walk(self, _apply, fn, convert)
         _apply_to_own(self, fn, ties)
     return self
+
+
+def _has_ties(root: Any) -> bool:
+    """Return True if a module or a tensor is in several places of a tree, and if not all is usual.
+
+    Without any, torch's own method converts each tensor once.
+    """
+    modules, members = [root], list[Any]()
+    met = {id(root)}
+    try:
+        for module in modules:
+            if module._modules:
+                children = [child for child in module._modules.values() if child is not None]
+                modules += children
+                met.update(map(id, children))
+                # A module that contains itself would not end.
+                if len(met) < len(modules):
+                    return True
+            members += module._parameters.values()
+            if module._buffers:
+                members += module._buffers.values()
+    except AttributeError:
+        return True
+    tensors = [id(tensor) for tensor in members if tensor is not None]
+    return len({*tensors}) < len(tensors)
 
 
 def _apply_to_own(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:

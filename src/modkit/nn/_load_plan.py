@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
-from torch.nn import Buffer, Parameter
 
 from modkit._messages import add_note
 from modkit._tree import descend
@@ -18,8 +17,6 @@ from modkit._upstream import (
     FunctionT,
     copy_all_,
     layer_loaders,
-    make_parameter,
-    module_globals,
     original_methods,
     transforms_are_active,
 )
@@ -33,7 +30,7 @@ from modkit.nn._load_tensor import (
     warn_if_meta,
     write,
 )
-from modkit.nn._overrides import STANDARD, StandardClasses, TorchModule, standard_classes
+from modkit.nn._overrides import STANDARD, TorchModule
 
 
 TORCH_LOAD: Final = original_methods["_load_from_state_dict"]
@@ -214,61 +211,10 @@ class Plan:
 
     def _assign_all(self, loading: Load) -> None:
         uses = Counter(id(entry[4]) for entry in self.entries)
-        classes = _SettingClasses()
-        announced = (
-            module_globals._global_parameter_registration_hooks
-            or module_globals._global_buffer_registration_hooks
-        )
         ties: Ties = {}
-        plain = torch.Tensor
-
-        # Entries of one module follow one another, so what holds for it is found out once.
-        last_module = None
-        direct = False
         for entry in self.entries:
-            module, members, name, key, target, value = entry
-            if module is not last_module:
-                last_module = module
-                direct = not announced and _registers_directly(module, classes)
-
-            tied = uses[id(target)] > 1
-            if type(value) is plain and direct and key not in self.unsure:
-                # The essence of registering, if nothing else takes part.
-                if type(target) is Parameter and not tied and members is module._parameters:
-                    members[name] = make_parameter(value, target.requires_grad)
-                    continue
-                is_buffer = type(target) is plain and members is module._buffers
-                if is_buffer and not isinstance(value, Buffer):
-                    members[name] = value
-                    continue
-
-            loading.errors += write(entry, assign=True, ties=ties if tied else None)
-
-
-_SettingClasses: Final = standard_classes(
-    "__setattr__", "__getattr__", "register_parameter", "register_buffer"
-)
-
-
-_TABLES: Final = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"})
-
-
-def _registers_directly(module: torch.nn.Module, classes: StandardClasses) -> bool:
-    """Return True if registering a member of ``module`` is no more than entering it in a dict."""
-    state = module.__dict__
-    parameters = module._parameters
-    return (
-        classes[type(module)]
-        # Registering reads these from the instance, whatever its class has.
-        and state.keys() >= _TABLES
-        and "register_parameter" not in state
-        and "register_buffer" not in state
-        # A plain attribute, buffer or child with a parameter's name is deleted by an assignment.
-        and state.keys().isdisjoint(parameters)
-        and module._non_persistent_buffers_set.isdisjoint(parameters)
-        and module._buffers.keys().isdisjoint(parameters)
-        and module._modules.keys().isdisjoint(parameters)
-    )
+            is_tied = uses[id(entry[4])] > 1
+            loading.errors += write(entry, assign=True, ties=ties if is_tied else None)
 
 
 class _NotPlannedError(Exception):

@@ -2,12 +2,12 @@
 
 import re
 import warnings
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch.nn import Parameter
 
-from modkit._upstream import PLAIN, copy_, module_globals, storage_identity
+from modkit._upstream import PLAIN, copy_, make_parameter, module_globals, storage_identity
 
 
 # Module, its dict that holds the tensor, name there, key in the state dict, current tensor, new
@@ -209,7 +209,8 @@ def _as_parameter(value: torch.Tensor, *, requires_grad: bool) -> Parameter:
     if isinstance(value, Parameter):
         value.requires_grad_(requires_grad)
         return value
-    return Parameter(value, requires_grad=requires_grad)
+    make: Any = make_parameter if type(value) is torch.Tensor else Parameter
+    return cast("Parameter", make(value, requires_grad))
 
 
 def _same_data(target: torch.Tensor, value: torch.Tensor) -> Any:
