@@ -241,7 +241,6 @@ def command_line(dice: Dice, folder: Path, hurt: Hurt) -> None:
             ["inspect", "--json", str(path)],
             ["average", str(path), str(other), "-o", str(folder / "out.pt")],
             ["average", str(path), "-o", str(folder / "out.safetensors")],
-            ["average", "--dry-run", str(path), str(other), "-o", str(folder / "out.pt")],
             ["diff", str(path), str(other)],
             ["diff", str(other), str(path), "--values"],
             ["diff", str(path), str(path), "--values", "--json"],

@@ -11,7 +11,7 @@ import click
 
 from modkit.cli import _tables as ui
 from modkit.files.safetensors_files import save_safetensors
-from modkit.files.tensor_files import Checkpoint, file_in
+from modkit.files.tensor_files import file_in
 from modkit.files.zip_archive import open_regular
 
 
@@ -38,6 +38,7 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
 @click.option(
     "-o",
     "--output",
+    required=True,
     type=ui.OUTPUT,
     help="The average; a name in .safetensors chooses that format.",
 )
@@ -56,11 +57,10 @@ def _numbers(_: click.Context, __: click.Parameter, value: str | None) -> list[f
 )
 @click.option("--step", type=int, help="Step for --ema-sigma; default: the latest.")
 @click.option("--overwrite", is_flag=True, help="Replace OUTPUT if it exists; never an input.")
-@click.option("--dry-run", is_flag=True, help="Only compare names and shapes.")
 @ui.json_option
 def average(
     checkpoints: tuple[Path, ...],
-    output: Path | None,
+    output: Path,
     weights: list[float] | None,
     key: str | None,
     prefix: str,
@@ -68,17 +68,16 @@ def average(
     ema_sigma: float | None,
     step: int | None,
     overwrite: bool,
-    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Average checkpoints of one model.
 
     CKPT are torch or safetensors files, sharded or not. All names and shapes are compared before
-    any tensor is read. OUTPUT is written atomically.
+    any tensor is read, and those that differ are an error. OUTPUT is written atomically.
 
     \b
     Examples:
-      modkit average run/1.pt run/2.pt --key model --dry-run
+      modkit average run/1.pt run/2.pt --key model -o soup.pt
       modkit average run/1.pt run/2.pt --weights 1,2 -o soup.safetensors
       modkit average snapshots/ --ema-sigma 0.1 -o ema.pt
     """  # noqa: D301
@@ -88,20 +87,13 @@ def average(
         raise click.UsageError(
             f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
         )
-    if output is None and not dry_run:
-        raise click.UsageError("missing option '-o' / '--output'")
 
     for path in checkpoints:
         # Opening a FIFO could block. A directory may hold snapshots.
         if ema_sigma is None or not path.is_dir():
             with open_regular(file_in(path)):
                 pass
-    if dry_run:
-        _show_match(checkpoints, key, prefix, as_json=as_json)
-        return
 
-    # Without --dry-run, it is required above.
-    assert output is not None
     ui.check_output(output, checkpoints, overwrite=overwrite)
     import torch
 
@@ -188,34 +180,3 @@ def _reconstructed(
     }
     # Buffers are those of a snapshot, not averaged: integers among them keep their dtype.
     return {**averages, **result.buffers}, facts
-
-
-def _show_match(
-    checkpoints: Sequence[Path], key: str | None, prefix: str, *, as_json: bool
-) -> None:
-    """Print how the names and shapes of the checkpoints match; raise if they do not."""
-    paths = [str(path) for path in checkpoints]
-    shapes_of_all = [Checkpoint(path, key=key, prefix=prefix).shapes for path in checkpoints]
-    # Those of the first checkpoint in its order, then those that only others have.
-    names = dict.fromkeys(name for shapes in shapes_of_all for name in shapes)
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        # A list of one word stands for the shape of a tensor that a checkpoint lacks.
-        texts = [" x ".join(map(str, shapes.get(name, ["missing"]))) for shapes in shapes_of_all]
-        others = {path: text for path, text in zip(paths, texts, strict=True) if text != texts[0]}
-        rows.append({"name": name, "shape": texts[0], "fits": not others, "others": others})
-
-    if as_json:
-        ui.print_json({"checkpoints": paths, "tensors": rows})
-    else:
-        cells = [(row["name"], row["shape"], _fit_of(row["others"])) for row in rows]
-        ui.print_table(("name", "shape", "fits"), cells, f"{len(paths)} checkpoints")
-
-    misfits = [row["name"] for row in rows if not row["fits"]]
-    if misfits:
-        raise ValueError(f"{len(misfits)} tensors do not fit, the first is {misfits[0]}")
-
-
-def _fit_of(others: Mapping[str, str]) -> str:
-    """Return the other shapes, each with the name of its file."""
-    return "; ".join(f"{Path(path).name}: {shape}" for path, shape in others.items()) or "yes"

@@ -1,6 +1,5 @@
 """``modkit compat``: the differences between torch and modkit, in general or on one model."""
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -17,20 +16,6 @@ if TYPE_CHECKING:
     from modkit.compat.run import Report
 
 
-def _parsed(_: click.Context, parameter: click.Parameter, value: str) -> Any:
-    """Read JSON of the type that the default of an option has."""
-    # The default is JSON, too: [] for --args, and {} for --kwargs.
-    expected_type = type(json.loads(str(parameter.default)))
-    try:
-        content = json.loads(value)
-    # Lists that are nested too deeply end in a RecursionError.
-    except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{value!r} is not JSON: {error}") from None
-    if not isinstance(content, expected_type):
-        raise click.BadParameter(f"{value!r} is not a {expected_type.__name__}")
-    return content
-
-
 class _NothingComparedError(click.ClickException):
     """A suite that could not be run. Exit status 1 says that tests differ."""
 
@@ -40,8 +25,6 @@ class _NothingComparedError(click.ClickException):
 @click.command(epilog=ui.EPILOG)
 @click.argument("arguments", nargs=-1, metavar="[TARGET | -- PYTEST_ARGUMENT...]")
 @click.option("--area", "chosen", multiple=True, help="Run only the behaviors of this area.")
-@click.option("--args", default="[]", callback=_parsed, help="Arguments of TARGET: a JSON list.")
-@click.option("--kwargs", default="{}", callback=_parsed, help="Keyword arguments: a JSON object.")
 @click.option("--input", "inputs", multiple=True, help="A shape as 8,3,32,32, or module:function.")
 @click.option("--swap", multiple=True, metavar="PACKAGE", help="Use modkit in this package too.")
 @click.option(
@@ -67,10 +50,10 @@ def compat(
     """Compare modkit with the installed torch.
 
     Any unlisted difference is an error. Without TARGET, the shared behaviors run with both. TARGET
-    is a model, package.module:Class or path/to/script.py:factory. It is built on torch, and on
-    modkit by replacing torch.nn in its package by modkit.nn, and the two are compared. Without
-    --input, one is made for the first layers, and shown. A model that cannot be called on either
-    side is an error: nothing was compared.
+    is a model, package.module:Class or path/to/script.py:factory, which is called without
+    arguments. It is built on torch, and on modkit by replacing torch.nn in its package by
+    modkit.nn, and the two are compared. Without --input, one is made for the first layers, and
+    shown. A model that cannot be called on either side is an error: nothing was compared.
 
     With --tests, a pytest suite runs twice, as it is and with modkit in place of torch.nn in the
     modules of its project and in the packages of --swap; no file is changed. Outcomes and
@@ -81,13 +64,11 @@ def compat(
     Examples:
       modkit compat
       modkit compat --area "forward hooks" --json
-      modkit compat my_package:Net --kwargs '{"width": 64}' --input 8,3,32,32
+      modkit compat my_package:Net --input 8,3,32,32
       modkit compat train.py:make_model --input train.py:make_inputs
       modkit compat --tests tests/ -n 4 -- -m "not slow"
     """  # noqa: D301
     if tests:
-        # Options that were not given are empty here: the defaults of --args and --kwargs are
-        # parsed.
         if chosen or any(value for name, value in options.items() if name != "swap"):
             raise click.UsageError("--tests takes only --swap, -n, --keep-going and --json")
         _compare_tests(
@@ -110,7 +91,7 @@ def compat(
         report = _compare_model(arguments[0], **options)
     else:
         if any(options.values()):
-            raise click.UsageError("--args, --kwargs, --input and --swap need TARGET")
+            raise click.UsageError("--input and --swap need TARGET")
         report = _compare_behaviors(chosen)
 
     if as_json:

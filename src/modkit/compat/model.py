@@ -4,7 +4,6 @@ Two processes, because a package that is imported twice in one registers its ope
 """
 
 import copy
-import difflib
 import importlib
 import io
 import multiprocessing
@@ -46,15 +45,11 @@ class Target(NamedTuple):
 
     Attributes:
         path: ``package.module:Class`` or ``path/to/script.py:factory``.
-        args: Arguments of the class or factory.
-        kwargs: Keyword arguments of it.
         inputs: Shapes such as ``1,3,224,224``, or one path to a function that returns inputs.
         swap: Packages to rewrite besides that of ``path``.
     """
 
     path: str
-    args: Sequence[Any] = ()
-    kwargs: Mapping[str, Any] | None = None
     inputs: Sequence[str] = ()
     swap: Sequence[str] = ()
 
@@ -92,9 +87,7 @@ def object_at(path: str) -> Any:
     try:
         target: Any = attrgetter(name)(module)
     except AttributeError as error:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise TargetError(f"{home} has no {name}{hint}") from error
+        raise TargetError(f"{home} has no {name}") from error
     if not callable(target):
         raise TargetError(f"{path} is not callable")
     return target
@@ -104,7 +97,7 @@ def build(target: Target) -> torch.nn.Module:
     """Build the model with a fixed seed."""
     make = object_at(target.path)
     seed()
-    model = make(*target.args, **(target.kwargs or {}))
+    model = make()
     if not isinstance(model, torch.nn.Module):
         raise TargetError(f"{target.path} returns a {type(model).__name__}, which is not a module")
     return model

@@ -29,7 +29,7 @@ class Matched:
     """The names that :func:`modkit.load_matching` has loaded and left out; its ``repr`` is a table.
 
     Attributes:
-        loaded: Names of the model that were loaded, extra state included.
+        loaded: Names of the model that were loaded, those of extra state included.
         skipped: Names of the state dict that were not loaded, each with the reason; the present
             name of an entry that a class has migrated.
         missing: Names of the model that were not loaded, and so keep their values.
@@ -141,7 +141,9 @@ def load_matching(
     # A tied parameter that is loaded under one of its names is not missing under another one.
     written = {id(targets[name]) for name in loaded}
     lacking = [name for name in targets if name in missing and id(targets[name]) not in written]
-    loaded += [name for name in others if name.endswith(EXTRA_STATE_KEY)]
+    # Extra state, and what quantized layers save beside tensors; not old names that were migrated.
+    saved = model.state_dict() if others else ()
+    loaded += [name for name in others if name in saved or name.endswith(EXTRA_STATE_KEY)]
     return Matched(loaded, skipped, lacking)
 
 

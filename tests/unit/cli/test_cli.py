@@ -61,7 +61,7 @@ def test_the_help_of_a_command(name: str) -> None:
 WITHOUT_TORCH = {
     **dict.fromkeys(["--version", "--help", *(f"{name} --help" for name in NAMES)], 0),
     **dict.fromkeys(["nonsense", "diff", "diff --nonsense", "diff {0} absent.pt"], 2),
-    **dict.fromkeys(["diff {0} {0} --rtol 1", "compat -n 3", "compat --args 1"], 2),
+    **dict.fromkeys(["diff {0} {0} --rtol 1", "compat -n 3", "compat --input 1"], 2),
     **dict.fromkeys(["average {0}", "convert {0}", "migrate {0}", "verify"], 2),
     "convert {0} -o {0}": 1,
     **dict.fromkeys(["inspect {0}", "verify {0}", "diff {0} {0}"], 0),
@@ -118,7 +118,7 @@ def test_a_missing_library_is_named_with_the_command_that_installs_it(monkeypatc
 
 
 @for_each("width", [80, 40])
-@for_each("line", ["inspect {0}", "average {0} {0} --dry-run", "compat --area members"])
+@for_each("line", ["inspect {0}", "compat --area members"])
 def test_tables_fit_the_terminal(net: Path, monkeypatch, line: str, width: int) -> None:
     """No line is wider than the terminal, and long names are folded, not cut."""
     monkeypatch.setenv("COLUMNS", str(width))
@@ -141,7 +141,7 @@ def test_columns_without_a_width(net: Path, monkeypatch, columns: str) -> None:
     assert invoke("inspect", net).stdout == expected != ""
 
 
-@for_each("line", ["inspect {0}", "diff {0} {0}", "average {0} {0} --dry-run"])
+@for_each("line", ["inspect {0}", "diff {0} {0}"])
 def test_characters_that_the_encoding_lacks(net: Path, line: str) -> None:
     """They are escaped, as in errors: a locale may be ASCII, and a pipe of Windows has a code page."""
     path = net.with_name("gewicht_\N{LATIN SMALL LETTER A WITH DIAERESIS}.pt")
@@ -156,10 +156,8 @@ def test_characters_that_the_encoding_lacks(net: Path, line: str) -> None:
 def test_the_json_of_each_command(net: Path) -> None:
     """``--json`` prints one JSON document."""
     out = net.with_name("out.pt")
-    match = json.loads(invoke("average", net, net, "--dry-run", "--json").stdout)
     facts = json.loads(invoke("average", net, net, "-o", out, "--json").stdout)
 
-    assert [row["fits"] for row in match["tensors"]] == [True, True]
     assert facts == {"output": str(out), "checkpoints": 2, "tensors": 2}
     assert json.loads(invoke("inspect", net, "--json").stdout)["kind"] == "torch.save file"
     assert json.loads(invoke("compat", "--area", "members", "--json").stdout)["areas"]

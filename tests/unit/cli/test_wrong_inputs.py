@@ -92,14 +92,14 @@ OPTIONS = [
     *("average net|-o|-", "convert net|-o|-"),
     *("average folder|-o|out.pt|--ema-sigma|0.1", "verify", "verify net|--write-sha256sums|-"),
     *("convert net", "convert net|-o|net|--overwrite", "convert nested|-o|out.pt|--key|x"),
-    *("average net|shape|--dry-run", "average -o"),
+    *("average net|shape|-o|out.pt", "average -o"),
     *("diff", "diff net", "diff net|net|net", "diff net|missing", "diff net|net|--key|x"),
     *("diff net|net|--rtol|1", "diff net|net|--rtol|-1|--values", "diff net|net|--limit|-1"),
     *("diff net|nested|--key|model", "diff net|net|--key|a|--key|b|--key|c"),
 ]
 OTHERS = [
     *("", "nonsense", "--nonsense", "compat --area|hats", "compat net:f|--area|members"),
-    *('compat --kwargs|{"a": 1}', "compat net:f|--args|[1", "compat net:f|--kwargs|[1]"),
+    "compat --input|1",
     *("compat nothing", "compat missing.py:f", "compat broken.py:f", "compat leaves.py:f"),
 ]
 # 2 for a wrong command line; `diff` has it for wrong files, too, since its 1 says that two differ.

@@ -402,3 +402,13 @@ def test_a_migration_that_is_impossible():
         modkit.load_matching(head, {"q": torch.ones(2, 2)})
 
     assert not head.qk.any()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_a_quantized_layer_saves_is_loaded():
+    """Scale and packed weights are entries of the model, though not among its tensors."""
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = torch.ao.quantization.quantize_dynamic(layers, {torch.nn.Linear})
+    state = model.state_dict()
+
+    assert modkit.load_matching(model, state).loaded == [*state]
