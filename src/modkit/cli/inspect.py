@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 from rich.filesize import decimal
@@ -13,17 +13,6 @@ from modkit import files
 from modkit.cli import _tables as ui
 from modkit.errors import printable
 from modkit.files.inspect import NEVER_INTACT
-
-
-# Entries of EMA.state_dict().
-_EMA_STATE: Final = {"version", "step", "averages", "schedules"}
-# Each state of another library's averages has one of these; looking closer imports torch.
-_OF_AVERAGES: Final = frozenset(
-    {
-        *("shadow_params", "averaging_state", "ema_state_dict", "num_updates"),
-        *("initted", "n_averaged", "steps"),
-    }
-)
 
 
 @click.command(epilog=ui.EPILOG)
@@ -102,7 +91,7 @@ def show(info: files.FileInfo, limit: int) -> None:
         (tensor.name, tensor.shape, tensor.dtype, decimal(tensor.nbytes)) for tensor in info.tensors
     ]
     tables: dict[tuple[str, ...], Sequence[tuple[object, ...]]] = {
-        ("--key", "tensors", "averages of"): _keys_of(info),
+        ("--key", "tensors"): _keys_of(info),
         ("tensor", "shape", "dtype", "size"): tensors,
         ("other entry", "value"): list(info.entries.items()),
     }
@@ -110,7 +99,7 @@ def show(info: files.FileInfo, limit: int) -> None:
 
 
 def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
-    """Return a row for each key with tensors or averages.
+    """Return a row for each key with tensors.
 
     Keys in parentheses also hold other entries.
     """
@@ -119,26 +108,9 @@ def _keys_of(info: files.FileInfo) -> list[tuple[object, ...]]:
     for key, names in info.groups.items():
         paths = [f"{key}.{name}" if key else name for name in names]
         tensor_sizes = [sizes[path] for path in paths if path in sizes]
-        owner = _owner_of(names)
-
-        if tensor_sizes or owner:
+        if tensor_sizes:
             shown_key = key or "-"
             has_other_entries = len(tensor_sizes) < len(names)
             summary = f"{len(tensor_sizes):,}, {decimal(sum(tensor_sizes))}"
-            rows.append(
-                (f"({shown_key})" if has_other_entries else shown_key, summary, owner or "")
-            )
+            rows.append((f"({shown_key})" if has_other_entries else shown_key, summary))
     return rows
-
-
-def _owner_of(names: Sequence[str]) -> str | None:
-    """Return the class or library whose averages have these names."""
-    if set(names) >= _EMA_STATE:
-        return "modkit.EMA"
-    if _OF_AVERAGES.isdisjoint(names):
-        return None
-    from modkit.averaging.foreign_states import recognise
-
-    owner = recognise(dict.fromkeys(names))
-    # A model inside DistributedDataParallel has the names that timm's averages have.
-    return None if owner == "timm" else owner

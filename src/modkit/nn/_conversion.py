@@ -51,7 +51,9 @@ class Ties(NamedTuple):
 
 
 # In ``ties``: the functions that are being applied in this thread, by identity, outermost first.
+# In ``plain``: those that torch's own method applies.
 _running: Final = threading.local()
+_DEEPEST: Final = 100
 
 
 @contextmanager
@@ -91,9 +93,9 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     A module that contains itself raises a RecursionError that names it.
     """
     plain: set[int] = _running.__dict__.setdefault("plain", set())
+    is_inner = id(fn) in plain
     # An override may call this with a function of its own, for a part of what is being converted.
-    if id(fn) in plain or not (_running.__dict__.get("ties") or _has_ties(self)):
-        is_inner = id(fn) in plain
+    if is_inner or (not _running.__dict__.get("ties") and _is_simple(self)):
         plain.add(id(fn))
         try:
             return cast("ModuleT", original_methods["_apply"](self, fn, recurse))
@@ -112,29 +114,30 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     return self
 
 
-def _has_ties(root: Any) -> bool:
-    """Return True if a module or a tensor is in several places of a tree, and if not all is usual.
-
-    Without any, torch's own method converts each tensor once.
-    """
-    modules, members = [root], list[Any]()
+def _is_simple(root: Any) -> bool:
+    """Return True if each module and tensor of a tree is in one place: torch's method will do."""
+    level, members = [root], list[Any]()
     met = {id(root)}
-    try:
-        for module in modules:
-            if module._modules:
-                children = [child for child in module._modules.values() if child is not None]
-                modules += children
-                met.update(map(id, children))
-                # A module that contains itself would not end.
-                if len(met) < len(modules):
-                    return True
-            members += module._parameters.values()
-            if module._buffers:
-                members += module._buffers.values()
-    except AttributeError:
-        return True
-    tensors = [id(tensor) for tensor in members if tensor is not None]
-    return len({*tensors}) < len(tensors)
+    number = 1
+    # Torch's method recurses.
+    for _ in range(_DEEPEST):
+        try:
+            for module in level:
+                members += module._parameters.values()
+                if module._buffers:
+                    members += module._buffers.values()
+            level = [c for module in level for c in module._modules.values() if c is not None]
+        except AttributeError:
+            # A table may hold what is not a module.
+            return False
+        if not level:
+            tensors = [id(tensor) for tensor in members if tensor is not None]
+            return len({*tensors}) == len(tensors)
+        met.update(map(id, level))
+        number += len(level)
+        if len(met) < number:
+            return False
+    return False
 
 
 def _apply_to_own(module: torch.nn.Module, fn: TensorFunction, ties: Ties) -> None:
