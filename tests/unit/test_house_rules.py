@@ -18,10 +18,10 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 BOUNDS = {
     "averaging": 3_579,
     "files": 2_481,
-    "compat": 1_950,
-    "nn": 1_416,
+    "compat": 1_945,
+    "nn": 1_409,
     "top level": 1_580,
-    "cli": 1_197,
+    "cli": 1_139,
     "migrations": 964,
     "jit": 895,
     "_fast_inference": 611,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 593,
     "optim": 336,
 }
-SUM = 16_018
+SUM = 15_948
 
 
 def is_private(dotted):
