@@ -5,8 +5,8 @@ import os
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -22,14 +22,8 @@ from modkit.averaging.precision import compact
 from modkit.averaging.sharding import check_not_partitioned, is_sharded, whole_tensor
 from modkit.averaging.tensors import NamedTensors, canonical_names, canonical_paths
 from modkit.errors import shown
-from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoints import save_checkpoint
-from modkit.files.safetensors_files import (
-    Described,
-    in_file_order,
-    versions_as_metadata,
-    write_safetensors,
-)
+from modkit.files.safetensors_files import save_safetensors
 
 
 if TYPE_CHECKING:
@@ -39,7 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["FullState", "export_average", "load_averages"]
 
 ReportT = TypeVar("ReportT")
-ResultT = TypeVar("ResultT")
 
 
 def exchanged(process_group: "ProcessGroup | None", report: Callable[[], ReportT]) -> list[ReportT]:
@@ -55,18 +48,14 @@ def exchanged(process_group: "ProcessGroup | None", report: Callable[[], ReportT
         error = raised
         content = pickle.dumps((_portable(raised), None))
 
-    try:
-        outcomes = _from_all_ranks(process_group, content)
-        failed = next((rank for rank, (failure, _) in enumerate(outcomes) if failure), None)
-        if failed is None:
-            return [own for _, own in outcomes]
-        failure, _ = outcomes[failed]
+    outcomes = _from_all_ranks(process_group, content)
+    for rank, (failure, _) in enumerate(outcomes):
         if error is not None and repr(_portable(error)) == repr(failure):
             raise error
-        add_note(failure, f"It was raised on rank {failed}.")
-        raise failure from error
-    finally:
-        del error  # A reference cycle with this frame, which would keep the gathered tensors.
+        if failure is not None:
+            add_note(failure, f"It was raised on rank {rank}.")
+            raise failure from error
+    return [own for _, own in outcomes]
 
 
 def _from_all_ranks(process_group: Any, content: bytes) -> list[Any]:
@@ -88,12 +77,11 @@ def _from_all_ranks(process_group: Any, content: bytes) -> list[Any]:
 
 def _portable(error: BaseException) -> Exception:
     """Return the error if it can be raised on another rank, or a RuntimeError with its text."""
-    try:
+    # Whatever its class raises, it cannot be sent.
+    with suppress(Exception):
         copied = pickle.loads(pickle.dumps(error))  # noqa: S301 - pickled in this line
         if isinstance(error, Exception) and repr(copied) == repr(error):
             return error
-    except Exception:  # noqa: BLE001, S110 - whatever its class raises, it cannot be sent
-        pass
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -114,116 +102,85 @@ class _Tensor(NamedTuple):
         return f"{self.dtype} {self.shape}{', sharded' if self.is_sharded else ''}"
 
 
-class _Gathering:
-    """The contents of all ranks for a file or a state; rank 0 gets the tensors one at a time.
+def _gathered(
+    call: str,
+    process_group: "ProcessGroup | None",
+    read: Callable[[], tuple[dict[Any, Any], dict[Any, Any]]],
+) -> tuple[dict[Any, Any], dict[Any, Any]] | None:
+    """Return on rank 0 what all ranks have, with full tensors in host memory; None elsewhere.
 
     ``read`` returns what a rank has by name: tensors, and values in which all ranks with the name
     must agree; then further entries, of which that of the first rank counts. A tensor that rank 0
     lacks, as those of other pipeline stages, comes from the first rank that has it.
     """
+    own: dict[Any, Any] = {}
 
-    def __init__(
-        self,
-        call: str,
-        process_group: "ProcessGroup | None",
-        read: Callable[[], tuple[dict[Any, Any], dict[Any, Any]]],
-    ) -> None:
-        self._group = process_group
-        self._rank = torch.distributed.get_rank(process_group) if _is_distributed() else 0
-        self._tensors: dict[Any, Tensor] = {}
-        # The first rank that has an entry.
-        self._owners: dict[Any, int] = {}
-        self.agreed: dict[Any, Any] = {}
-        self.rest: dict[Any, Any] = {}
+    def report() -> tuple[dict[Any, Any], dict[Any, Any]]:
+        agreed, rest = read()
+        own.update(agreed)
+        return {name: _described(value) for name, value in agreed.items()}, rest
 
-        reports = exchanged(process_group, lambda: self._described(*read()))
-        for rank, (agreed, rest) in enumerate(reports):
-            for name, value in agreed.items():
-                owner = self._owners.setdefault(name, rank)
-                first = self.agreed.setdefault(name, value)
-                if value != first:
-                    key = name if isinstance(name, str) else ".".join(map(str, name))
-                    raise RuntimeError(
-                        f"{call}: {key} is {first} on rank {owner} and {value} on rank {rank}. "
-                        f"{_MSG_DISAGREE}"
-                    )
-            for name, value in rest.items():
-                self.rest.setdefault(name, value)
-        self.tensors = {n: value for n, value in self.agreed.items() if isinstance(value, _Tensor)}
+    values: dict[Any, Any] = {}
+    rest: dict[Any, Any] = {}
+    # The first rank that has an entry.
+    owners: dict[Any, int] = {}
+    for rank, (described, others) in enumerate(exchanged(process_group, report)):
+        for name, value in described.items():
+            owner = owners.setdefault(name, rank)
+            first = values.setdefault(name, value)
+            if value != first:
+                key = name if isinstance(name, str) else ".".join(map(str, name))
+                raise RuntimeError(
+                    f"{call}: {key} is {first} on rank {owner} and {value} on rank {rank}. "
+                    f"{_MSG_DISAGREE}"
+                )
+        for name, value in others.items():
+            rest.setdefault(name, value)
 
-    def _described(
-        self, agreed: dict[Any, Any], rest: dict[Any, Any]
-    ) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Keep the tensors of this rank, and return the entries without their values."""
-        self._tensors = {name: value for name, value in agreed.items() if isinstance(value, Tensor)}
-        described = {
-            name: _Tensor(tensor.dtype, tuple(tensor.shape), is_sharded(tensor))
-            for name, tensor in self._tensors.items()
-        }
-        return {**agreed, **described}, rest
+    errors: list[Exception] = []
+    place = torch.distributed.get_rank(process_group) if _is_distributed() else 0
+    for name in [name for name, value in values.items() if isinstance(value, _Tensor)]:
+        owner = owners[name]
+        received: list[Tensor | None] = [None]
+        if name in own:
+            received = [_full(own[name], errors, is_kept=place in (0, owner))]
+        if owner and place == owner:
+            torch.distributed.send_object_list(received, group=process_group, group_dst=0)
+        elif owner and place == 0:
+            torch.distributed.recv_object_list(received, group=process_group, group_src=owner)
+        values[name] = received[0]
 
-    def collect(
-        self,
-        names: Iterable[Any],
-        consumer: Callable[[Iterator[tuple[Any, Tensor]]], AbstractContextManager[ResultT]],
-    ) -> ResultT | None:
-        """Pass the tensors to a block on rank 0, which ends when no rank has failed to gather."""
-        result: ResultT | None = None
-        with ExitStack() as block:
+    def check() -> None:
+        if errors:
+            raise errors[0]
 
-            def gather() -> None:
-                nonlocal result
-                gathered = self._gathered(names)
-                try:
-                    if self._rank == 0:
-                        result = block.enter_context(consumer(_without_errors(gathered)))
-                finally:
-                    # Gathering is a collective: after an error, the other ranks wait for it.
-                    errors = [value for _, value in gathered if isinstance(value, Exception)]
-                if errors:
-                    raise errors[0]
+    exchanged(process_group, check)
+    return None if place else (values, rest)
 
-            exchanged(self._group, gather)
-            exchanged(self._group, block.close)
-        return result
 
-    def _gathered(self, names: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Yield each name with the full tensor on rank 0, or with an error of this rank."""
-        for name in names:
-            owner = self._owners[name]
-            value = self._full(name, owner) if name in self._tensors else None
-            if owner and self._rank == owner:
-                sent = [_portable(value) if isinstance(value, Exception) else value]
-                torch.distributed.send_object_list(sent, group=self._group, group_dst=0)
-            elif owner and self._rank == 0:
-                received: list[Any] = [None]
-                torch.distributed.recv_object_list(received, group=self._group, group_src=owner)
-                value = received[0]
-            yield name, value
+def _described(value: Any) -> Any:
+    """Return a value as ranks compare it."""
+    is_tensor = isinstance(value, Tensor)
+    return _Tensor(value.dtype, tuple(value.shape), is_sharded(value)) if is_tensor else value
 
-    def _full(self, name: Any, owner: int) -> Tensor | Exception | None:
-        """Gather one tensor; only the rank that has it first and rank 0 copy it to the host."""
-        full: Tensor | None = None
-        try:
-            full = whole_tensor(self._tensors[name]).detach()
-            return full.cpu() if self._rank in (0, owner) else None
-        except Exception as error:
-            # A lost connection ends the gathering. What fails on this rank alone does not: the
-            # other ranks go on to the next tensor.
-            if full is None and not isinstance(error, MemoryError):
-                raise
-            return error
+
+def _full(tensor: Tensor, errors: list[Exception], *, is_kept: bool) -> Tensor | None:
+    """Gather a tensor, and return it in host memory where it is kept; collect errors."""
+    full: Tensor | None = None
+    try:
+        full = whole_tensor(tensor).detach()
+        return full.cpu() if is_kept else None
+    except Exception as error:
+        # A lost connection ends the gathering. What fails on this rank alone does not: the other
+        # ranks go on to the next tensor.
+        if full is None and not isinstance(error, MemoryError):
+            raise
+        errors.append(error)
+        return None
 
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _without_errors(gathered: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Tensor]]:
-    for name, value in gathered:
-        if isinstance(value, Exception):
-            raise value
-        yield name, value
 
 
 @torch.no_grad()
@@ -237,10 +194,10 @@ def export_average(
 ) -> None:
     """Write the state dict of a model, with an average as its weights, to one file, atomically.
 
-    All ranks must call this. Sharded tensors are gathered one at a time. Rank 0 writes each to a
-    ``.safetensors`` file at once; for ``torch.save`` it collects them. All ranks return when the
-    file is complete. Of a PEFT model it writes the base and the adapters, under the names that they
-    have in that model; for an adapter file, call ``save_pretrained()`` inside ``EMA.applied()``.
+    All ranks must call this. Sharded tensors are gathered one at a time, into the host memory of
+    rank 0, which writes the file. All ranks return when it is complete. Of a PEFT model it writes
+    the base and the adapters, under the names that they have in that model; for an adapter file,
+    call ``save_pretrained()`` inside ``EMA.applied()``.
 
     Args:
         ema: The averages, after one update or more.
@@ -276,46 +233,41 @@ def export_average(
         <All keys matched successfully>
     """
     file = Path(path)
-    is_streamed = file.suffix == ".safetensors"
-    contents = _Gathering(
-        "export_average", process_group, lambda: _contents_of(ema, index, dtype, is_streamed)
+    is_plain = file.suffix == ".safetensors"
+    contents = _gathered(
+        "export_average", process_group, lambda: _contents_of(ema, index, dtype, is_plain)
     )
-    described = {
-        name: Described(contents.agreed["dtype", name], torch.Size(tensor.shape))
-        for name, tensor in contents.tensors.items()
-    }
-    if is_streamed:
-        described = in_file_order(described)
 
-    @contextmanager
-    def writing(gathered: Iterator[tuple[str, Tensor]]) -> Generator[None]:
-        tensors = (
-            (name, cast_average(name, tensor, str(tensor.dtype)[6:], described[name].dtype))
-            for name, tensor in gathered
-        )
-        state = OrderedDict(contents.rest)
-        metadata = {name[1]: state.pop(name) for name in contents.rest if isinstance(name, tuple)}
-        if is_streamed:
-            with atomic_write(file) as unfinished:
-                versions = versions_as_metadata(metadata)
-                write_safetensors(unfinished, described, tensors, versions)
-                yield
+    def write() -> None:
+        if contents is None:
             return
+        values, rest = contents
+        state: OrderedDict[str, Any] = OrderedDict()
+        versions: dict[Any, Any] = {}
+        for name, value in rest.items():
+            kept_dtype = values.get(("dtype", name))
+            if isinstance(name, tuple):
+                versions[name[1]] = value
+            elif kept_dtype is None:
+                state[name] = value
+            elif value != name:
+                # Tied tensors stay tied: each has the name of the first.
+                state[name] = state[value]
+            else:
+                full = values.pop(name)
+                state[name] = compact(cast_average(name, full, str(full.dtype)[6:], kept_dtype))
+        if is_plain:
+            save_safetensors(state, file, versions)
+        else:
+            if versions:
+                vars(state)["_metadata"] = versions
+            save_checkpoint(state, file)
 
-        for name, tensor in tensors:
-            # Tied tensors stay tied: each has the name of the first.
-            first = contents.rest[name]
-            state[name] = compact(tensor) if first == name else state[first]
-        if metadata:
-            vars(state)["_metadata"] = metadata
-        yield
-        save_checkpoint(state, file)
-
-    contents.collect(described, writing)
+    exchanged(process_group, write)
 
 
 def _contents_of(
-    ema: EMA[Any], index: int, dtype: torch.dtype | None, is_streamed: bool
+    ema: EMA[Any], index: int, dtype: torch.dtype | None, is_plain: bool
 ) -> tuple[dict[Any, Any], dict[Any, Any]]:
     """Return the tensors of a file with the counters of their average, and its other entries."""
     # Names are strings. Tuples are the keys of what is not in the file under a name.
@@ -344,13 +296,13 @@ def _contents_of(
         name = names[key]
         rest[name] = value
         if isinstance(value, Tensor):
+            # The first name of a tied tensor.
+            first = rest[name] = first_names.setdefault(id(value), name)
             average = average_of.get(id(value))
-            agreed[name] = value if average is None else average
+            agreed[first] = value if average is None else average
             is_cast = dtype is not None and value.is_floating_point()
             agreed["dtype", name] = dtype if is_cast else value.dtype
-            # The first name of a tied tensor.
-            rest[name] = first_names.setdefault(id(value), name)
-        elif is_streamed:
+        elif is_plain:
             raise ValueError(f"{name} is not a tensor; a safetensors file holds only tensors")
     return agreed, rest
 
@@ -399,14 +351,11 @@ class FullState:
             RuntimeError: If the ranks have averaged different steps, or have tensors of one name
                 and different shapes.
         """
-        state = _Gathering(
+        contents = _gathered(
             "FullState", self._group, lambda: (dict(_flattened(self._ema.state_dict())), {})
         )
-
-        def nested(gathered: Iterator[tuple[Any, Tensor]]) -> AbstractContextManager[Any]:
-            return nullcontext(_nested({**state.agreed, **dict(gathered)}))
-
-        return state.collect(state.tensors, nested) or {}
+        state: dict[str, Any] = {} if contents is None else _nested(contents[0])
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned; all ranks must call this with it.

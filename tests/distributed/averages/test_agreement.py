@@ -44,13 +44,12 @@ def fails_to_gather(patch: pytest.MonkeyPatch) -> None:
 
 
 def fails_to_write(patch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Fail after the first tensor of a safetensors file."""
+    """Fail to write a safetensors file."""
 
-    def write(path: Path, described: Any, gathered: Iterator[Any], metadata: Any) -> None:
-        next(gathered)
+    def save(*_: object) -> None:
         raise error
 
-    patch.setattr(facade, "write_safetensors", write)
+    patch.setattr(facade, "save_safetensors", save)
 
 
 class Unsendable(Exception):
