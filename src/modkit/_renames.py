@@ -177,32 +177,6 @@ def _star_shared(names: Collection[str]) -> Parts:
     return tuple(starred(name, shared) for name in names)
 
 
-def _differing_parts(*names: str) -> Parts:
-    """Return names without the parts that all of them begin and end with, numbers as ``*``.
-
-    Example:
-        >>> _differing_parts("blocks.0.attn.proj.weight", "blocks.0.attn.out.weight")
-        ('proj', 'out')
-    """
-    paths = [name.split(".") for name in names]
-    start = _shared(paths)
-    most = min(map(len, paths)) - start
-    end = min(most, _shared(path[::-1] for path in paths))
-
-    # A part that is inserted or removed is shown with the part that it follows, or is followed by.
-    if any(len(path) == start + end for path in paths):
-        if start:
-            start -= 1
-        elif end:
-            end -= 1
-    # A number alone says little.
-    while start and any(path[start].isdecimal() for path in paths):
-        start -= 1
-
-    shortened = tuple(".".join(path[start : len(path) - end]) for path in paths)
-    return _star_shared(shortened) if any("." in name for name in shortened) else shortened
-
-
 def _tails(name: str, bare: Collection[str]) -> Iterator[str]:
     """Yield a name, and what is left of it without its first parts.
 
@@ -316,10 +290,6 @@ def _find_head(renames: Renames, enough: int) -> bool:
     end = None if kind == "prefix" else -1
     olds = tuple(dict.fromkeys(heads.old[:end] for heads in rivals))
     news = tuple(dict.fromkeys(heads.new[:end] for heads in rivals))
-    if kind == "rename" and is_certain:
-        old_part, new_part = _differing_parts(*olds, *news)
-        olds = (old_part,)
-        news = (new_part,)
     renames.rules.append(Rule(kind, olds, news, explained, is_certain=is_certain))
     return explained > 0
 
@@ -362,7 +332,7 @@ def _find_parts(renames: Renames) -> None:
                 continue
             names = {path + leaf: new_path + leaf for leaf, _ in content}
             explained = renames.substitute(names, is_certain=True)
-            counts[_differing_parts(path, new_path)] += explained
+            counts[_star_shared((path, new_path))] += explained
     renames.rules += [Rule("rename", (old,), (new,), n) for (old, new), n in counts.items()]
 
 

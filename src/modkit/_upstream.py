@@ -163,25 +163,6 @@ original_methods: dict[str, Any] = {
 }
 
 
-def _texts(code: CodeType) -> Iterator[str]:
-    """Yield the string constants of a code object, and of functions in it."""
-    # The texts are not public, and change between releases: a copy of them would become wrong.
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _texts(constant)
-
-
-def text_of(method: str, start: str) -> str:
-    """Return an error text of a method of torch, as the installed release has it."""
-    # None where a patch hides torch's function.
-    code = getattr(original_methods[method], "__code__", None)
-    if code is None:
-        return ""
-    return next((message for message in _texts(code) if message.startswith(start)), "")
-
-
 # The loading methods of torch's own layers, which only migrate the entries that they are given.
 layer_loaders = frozenset(
     (BatchNormBase._load_from_state_dict, torch.nn.InstanceNorm1d._load_from_state_dict)

@@ -6,7 +6,6 @@ for each thread from the outermost call of ``_apply`` to its end, across overrid
 """
 
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar, cast
 import torch
 from torch.nn import Parameter
 
-from modkit._upstream import original_methods, parse_to, text_of
+from modkit._upstream import original_methods, parse_to
 from modkit.nn._overrides import TorchModule, patchable, walk
 
 
@@ -201,8 +200,7 @@ def _convert_buffer(buffer: torch.Tensor, fn: TensorFunction, ties: Ties) -> tor
 
 
 # A memory format for images does not fit volumes, and vice versa.
-_DIMENSIONS: Final = {torch.channels_last: (4,), torch.channels_last_3d: (5,)}
-_REFUSED: Final = "Cannot copy out of meta tensor; no data!"
+_DIMENSIONS: Final = {torch.channels_last: 4, torch.channels_last_3d: 5}
 
 
 @patchable
@@ -232,37 +230,14 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """
     # The stub of the parser does not say that any of the four may be None.
     device, dtype, non_blocking, memory_format = cast("tuple[Any, ...]", parse_to(*args, **kwargs))
-    if dtype is not None:
-        if not (dtype.is_floating_point or dtype.is_complex):
-            raise TypeError(
-                "nn.Module.to only accepts floating point or complex dtypes, but got desired "
-                f"dtype={dtype}"
-            )
-        if dtype.is_complex:
-            warnings.warn(text_of("to", "Complex modules"), stacklevel=3)
+    if memory_format not in _DIMENSIONS:
+        return original_methods["to"](self, *args, **kwargs)
 
-    dims = _DIMENSIONS.get(memory_format, (4, 5))
-
-    def convert(tensor: torch.Tensor) -> torch.Tensor:
-        try:
-            formatted = memory_format is not None and tensor.dim() in dims
-            # In torch's order: what only acts like a tensor lacks the first attribute that is read.
-            move = tensor.to
-            target = dtype if tensor.is_floating_point() or tensor.is_complex() else None
-            options: Any = {"memory_format": memory_format} if formatted else {}
-
-            return move(device, target, non_blocking, **options)
-        except NotImplementedError as error:
-            # Other operations that are not implemented keep their own error.
-            if not str(error).startswith(_REFUSED):
-                raise
-            details = str(error).removeprefix(_REFUSED)
-            raise NotImplementedError(
-                f"{_REFUSED} Please use torch.nn.Module.to_empty() instead of torch.nn.Module.to() "
-                f"when moving module from meta to a different device.{details}"
-            ) from None
-
-    return self._apply(convert)
+    if device is not None or dtype is not None:
+        original_methods["to"](self, device, dtype, non_blocking)
+    return self._apply(
+        lambda t: t.to(memory_format=memory_format) if t.dim() == _DIMENSIONS[memory_format] else t
+    )
 
 
 @patchable

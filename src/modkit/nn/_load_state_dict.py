@@ -12,7 +12,7 @@ import torch
 
 from modkit._namespace import publish
 from modkit._tree import descend
-from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys, text_of
+from modkit._upstream import EXTRA_STATE_KEY, IncompatibleKeys
 from modkit.nn._load_plan import (
     TORCH_LOAD,
     Load,
@@ -363,7 +363,11 @@ def _run_post_hooks(module: torch.nn.Module, loading: Load) -> None:
         keys = IncompatibleKeys(loading.missing, loading.unexpected)
         for hook in tuple(module._load_state_dict_post_hooks.values()):
             if hook(module, keys) is not None:
-                raise AssertionError(text_of("load_state_dict", "Hooks registered"))
+                raise AssertionError(
+                    "Hooks registered with ``register_load_state_dict_post_hook`` are not "
+                    "expected to return new values, if incompatible_keys need to be modified, "
+                    "it should be done inplace."
+                )
 
 
 def _all_unexpected(module: torch.nn.Module, loading: Load) -> list[str]:

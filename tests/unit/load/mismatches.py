@@ -243,7 +243,7 @@ KINDS = [
         r"gamma",
         r"beta",
     ),
-    case("one layer renamed", vit(), sub((r"attn\.proj", "attn.out")), r"'out'.*'proj'"),
+    case("one layer renamed", vit(), sub((r"attn\.proj", "attn.out")), r"attn.out'.*attn.proj'"),
     Mismatch(
         "two norms of equal shape",
         _two_norms,
