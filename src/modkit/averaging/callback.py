@@ -50,7 +50,7 @@ def average_of(model: ModelT, decay: Decays, options: EMAOptions) -> EMA[ModelT]
 def training_weights(ema: EMA[Any], model: torch.nn.Module) -> Generator[None]:
     """Swap the training weights into a model, or a wrapper of it, that holds the average."""
     named = NamedTensors(model)
-    with exchanged(Pairing(named, ema.training_weights(), ema._engine.copied_names())):
+    with exchanged(Pairing(named, ema.training_weights(), ema._engine.copied())):
         yield
 
 

@@ -4,6 +4,7 @@ import copy
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
 
 import torch
@@ -81,10 +82,10 @@ class EMA(Generic[ModelT_co]):
         update_after_step: Number of updates to ignore before the parameters are copied, 0 or more.
         update_every: Average once every ``update_every`` updates, 1 or more, with the product of
             the decays of these steps, such as ``decay ** update_every``.
-        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision, also in
-            :meth:`to`. ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for
-            decays close to 1. ``"stochastic"`` rounds stochastically
-            (https://arxiv.org/abs/1502.02551, section 3.1).
+        precision: ``"fp32"`` and ``"fp64"`` keep the average in at least that precision.
+            ``"same"`` keeps the parameter's dtype: bf16 and fp16 averages stall for decays close to
+            1. ``"stochastic"`` rounds stochastically (https://arxiv.org/abs/1502.02551, section
+            3.1).
         device: Device of the averages. Default: that of each parameter. With ``"cpu"`` and a model
             on an accelerator, each update that averages waits for the step and copies the
             parameters to the host: use ``update_every``.
@@ -305,10 +306,7 @@ class EMA(Generic[ModelT_co]):
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the averages; None if each is where its parameter is.
-
-        It is read-only: :meth:`to` moves the averages.
-        """
+        """Device of the averages, read-only; None if each is where its parameter is."""
         return self._engine.options.device
 
     def __repr__(self) -> str:
@@ -649,7 +647,8 @@ class EMA(Generic[ModelT_co]):
         """
         self._check_restored("EMA.store()", self.model)
         named = self._engine.own()
-        names = self._engine.names() or named.all()
+        averages = [self._engine.named(index) for index in range(len(self.schedules))]
+        names = dict.fromkeys(chain.from_iterable(averages)) or named.all()
         self._stored = {name: named.tensor(name).clone() for name in names}
 
     @critical
@@ -828,33 +827,6 @@ class EMA(Generic[ModelT_co]):
             Exception: Whatever reading :attr:`module`, or the model itself, raises.
         """
         return self.module(*args, **kwargs)
-
-    @_section
-    def to(self, device: int | str | torch.device) -> Self:
-        """Move the averages, and keep later ones there.
-
-        It is for averages that go on. To export one in another dtype, cast a copy:
-        ``averaged_model().to(dtype)``, or ``modkit.distributed.export_average(dtype=...)``.
-
-        Args:
-            device: Device of the averages and of the copied buffers.
-
-        Returns:
-            The object itself.
-
-        Raises:
-            ValueError: If ``device`` is meta, where values would be lost.
-            RuntimeError: If torch does not know the device, or it has too little memory.
-
-        Example:
-            >>> from modkit import EMA, nn
-            >>> ema = EMA(nn.Linear(1, 1)).to("cpu")
-            >>> ema.update()
-            >>> ema.device
-            device(type='cpu')
-        """
-        self._engine.to(torch.device(device))
-        return self
 
     @critical
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """The engine of ``EMA``: averages in tensors of their own, matched with models by name."""
 
 import operator
-from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -234,16 +232,9 @@ class Engine:
         average = self.averages[index]
         return {**average.tensors, **self.copied(), **average.statistics}
 
-    def copied_names(self) -> AbstractSet[str]:
-        """Return the names of the copied buffers."""
-        return self._copies.keys()
-
     def copied(self) -> dict[str, Tensor]:
+        """Return the copied buffers by name."""
         return {name: copy for name, copy in self._copies.items() if copy is not None}
-
-    def names(self) -> dict[str, None]:
-        """Return the names of what any average replaces in the model."""
-        return {name: None for index in range(len(self.averages)) for name in self.named(index)}
 
     def matched(self, model: torch.nn.Module, index: int) -> tuple[NamedTensors, dict[str, Tensor]]:
         """Return the tensors of a model that has what is averaged, and the values for them.
@@ -308,9 +299,8 @@ class Engine:
 
         averages = [Average(self.options) for _ in self.averages]
         for index, (average, tensors) in enumerate(zip(averages, saved_averages, strict=True)):
-            average.start(averaged)
             with ema_state.constructing(f"averages[{index}]"):
-                average.load(tensors)
+                average.start(averaged, tensors)
                 # Those of a layer that the model has lost since are dropped.
                 statistics = loaded.averages[index]["statistics"].items()
                 average.set_statistics({n: t.clone() for n, t in statistics if n in named.buffers})
@@ -417,22 +407,6 @@ class Engine:
             elif former == name or self._seen[former][1] == address_of(member.tensor):
                 former_names[name] = former
         return former_names
-
-    def to(self, device: torch.device) -> None:
-        """Move the averages and the copies, and keep later ones there."""
-        options = replace(self.options, device=device)
-        # All of them first: a device may have too little memory.
-        moved = [{n: t.to(device) for n, t in a.tensors.items()} for a in self.averages]
-        copies = {name: copy.to(device) for name, copy in self.copied().items()}
-
-        self._forget_plans()
-        self.options = options
-        self._copies = copies
-        for average, tensors in zip(self.averages, moved, strict=True):
-            average.options = options
-            average.tensors = tensors
-            average.set_statistics({**average.statistics})
-        self.follow()
 
     def averaged_model(self, index: int) -> Any:
         """Return a copy of the model with an average, in eval mode, without gradients."""

@@ -7,7 +7,7 @@ model. The watch runs before each step, so it consists of loops in C.
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, starmap
@@ -198,12 +198,8 @@ class Copies:
 
         Sources and copies are grouped by device and dtype, so that one call copies a whole list.
         """
-        sources = [_source_of(member) for _, _, member in self.pairs]
         lists: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-        for (registry, key, _), source in zip(self.pairs, sources, strict=True):
-            target = self._target(registry, key, source)
-            if target is None or source is None:
-                continue
+        for target, source in self._found():
             # A kernel takes lists of one dtype and device on either side, of plain tensors.
             places = target.device, target.dtype, source.device, source.dtype
             kernel_key = *places, type(target) in PLAIN, type(source) in PLAIN
@@ -217,12 +213,17 @@ class Copies:
 
     def run_traced(self) -> None:
         """Bring all copies up to date in operations that can be compiled."""
-        for registry, key, member in self.pairs:
-            source = _source_of(member)
-            target = self._target(registry, key, source)
+        for target, source in self._found():
             # Detached, because a buffer may be a result of autograd.
+            target.detach().copy_(source.detach())
+
+    def _found(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each target with its source, as forwards and users have registered them by now."""
+        for registry, key, member in self.pairs:
+            source: Tensor | None = member.registry.get(member.key)
+            target = self._target(registry, key, source)
             if target is not None and source is not None:
-                target.detach().copy_(source.detach())
+                yield target, source
 
     def _target(self, registry: dict[str, Any], key: str, source: Tensor | None) -> Tensor | None:
         """Return the tensor to copy into, made anew if it does not fit; None if there is none."""
@@ -245,12 +246,6 @@ class Copies:
         if not fits or (self._follow and not is_sharded_alike(target, source)):
             registry[key] = target = source.detach().to(device, dtype, copy=True)
         return target
-
-
-def _source_of(member: Member) -> Tensor | None:
-    """Return what is registered now: forwards may replace buffers, also by None."""
-    source: Tensor | None = member.registry.get(member.key)
-    return source
 
 
 class Watched:

@@ -58,12 +58,13 @@ class Average:
         # Batch normalization statistics for this average, until the next step.
         self.statistics: dict[str, Tensor] = {}
 
-    def start(self, members: Tensors) -> None:
-        """Allocate an average; its values are those of the first step, which copies.
+    def start(self, members: Tensors, values: Tensors | None = None) -> None:
+        """Allocate an average, whose values are otherwise those of the first step, which copies.
 
         Args:
             members: Tensors of the model by name. They give shapes and, with the options, dtypes
                 and devices.
+            values: Values by name, of any dtype and device. Full ones are sharded.
         """
         self.reset()
         device = self.options.device
@@ -77,6 +78,8 @@ class Average:
                 add_note(error, f"EMA: {name} cannot be averaged. {MSG_LEAVE_OUT}")
                 raise
             self.tensors[name] = tensor
+            if values is not None:
+                copy_(local_shard(tensor), local_shard(shards_of(values[name], tensor)))
 
     def place(self, members: Tensors) -> bool:
         """Follow a model that was moved or sharded; averages with a device of their own stay there.
@@ -107,14 +110,12 @@ class Average:
         Returns:
             The new average, in memory of its own. This one is unchanged.
         """
+        values: dict[str, Tensor] = {}
+        for name, member in members.items():
+            average = self.tensors.get(former_names.get(name, ""), member)
+            values[name] = average if average.shape == member.shape else member
         new = Average(self.options)
-        new.start(members)
-        for name, tensor in new.tensors.items():
-            average = self.tensors.get(former_names.get(name, ""))
-            if average is None or average.shape != tensor.shape:
-                average = members[name]
-            new._take_over(name, average)
-
+        new.start(members, values)
         return new
 
     def set_statistics(self, statistics: Tensors) -> None:
@@ -128,11 +129,6 @@ class Average:
         # In place: swaps watch this table.
         self.statistics.clear()
         self.statistics.update(moved)
-
-    def _take_over(self, name: str, value: Tensor) -> None:
-        """Copy another average, which may be full, or of another dtype."""
-        tensor = self.tensors[name]
-        copy_(local_shard(tensor), local_shard(shards_of(value, tensor)))
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the generator of the stochastic rounding on a device, of the host for XLA."""
@@ -160,16 +156,6 @@ class Average:
         if self.statistics:
             state["statistics"] = dict(self.statistics)
         return state
-
-    def load(self, tensors: Tensors) -> None:
-        """Load values into the tensors of this average, which was started.
-
-        Args:
-            tensors: The values, with names and shapes that were checked. Full tensors are sharded
-                like those here.
-        """
-        for name in self.tensors:
-            self._take_over(name, tensors[name])
 
 
 @dataclass

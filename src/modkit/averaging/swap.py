@@ -107,7 +107,7 @@ class Pairing(Watched):
         is_stale = any(value is not values[name] for name, _, value in pairs)
         self.watch: Watch = Watch(
             named.states,
-            [*self.tensors, *self.values],
+            self.tensors,
             buffers=True,
             tables=tables,
             frozen=frozen,

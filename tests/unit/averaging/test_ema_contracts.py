@@ -187,8 +187,6 @@ ROWS: list[tuple[str, Callable[[], Any], Callable[[Any], object], type[Exception
     ),
     ("decay", begun, lambda ema: setattr(ema, "decay", 0.9), AttributeError),
     ("decay", lambda: begun(decay_of_two), lambda ema: ema.decay, ValueError),
-    ("to", begun, lambda ema: ema.to("nowhere"), RuntimeError),
-    ("to", begun, lambda ema: ema.to("meta"), ValueError),
     (
         "load_state_dict",
         on_meta,

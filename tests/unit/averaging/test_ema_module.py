@@ -131,7 +131,6 @@ EVENTS: dict[str, Callable[[Any], object]] = {
     "an earlier state": change_back,
     "from the start": from_the_start,
     "rebind": lambda ema: ema.rebind(),
-    "moved": lambda ema: ema.to("cpu"),
     "reshape a buffer": reshape_buffer,
     "share memory": share_memory,
 }

@@ -142,7 +142,7 @@ def exchange(model: nn.Sequential) -> dict[str, str]:
 
 
 RENAMES = [adapt, parametrize, prune, remove_in_the_middle, insert, exchange]
-BEGINNINGS = ["updates", "loaded", "moved", "copied", "pickled"]
+BEGINNINGS = ["updates", "loaded", "copied", "pickled"]
 
 
 def begun(beginning: str, dtype: torch.dtype, **options: Any) -> "modkit.EMA[nn.Sequential]":
@@ -160,8 +160,6 @@ def begun(beginning: str, dtype: torch.dtype, **options: Any) -> "modkit.EMA[nn.
         resumed = modkit.EMA(ema.model, [0.9, 0.99], seed=3, **options)
         resumed.load_state_dict(ema.state_dict())
         return resumed
-    if beginning == "moved":
-        ema.to("cpu")
     if beginning == "copied":
         return copy.deepcopy(ema)
     if beginning == "pickled":

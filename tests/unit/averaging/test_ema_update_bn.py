@@ -62,7 +62,7 @@ def test_the_statistics_are_those_of_the_averaged_weights(buffers: Any, face: st
     reference = ema.module
     expected, other = by_torch(ema, index), ema.averaged_model(1 - index)
     before = held(ema.model)
-    callback.update_bn(batches())
+    ema.update_bn(batches(), index=index)
     target = copy.deepcopy(ema.model)
     ema.copy_to(target, index=index)
     seen = [freeze(dict(reference.state_dict()))] if index == 0 else []
@@ -133,7 +133,7 @@ def test_batches_of_several_inputs(face: str, batch: Any, call: Any) -> None:
         holder: Any = getattr(modkit, face)(model)
         ema = holder if face == "EMA" else holder.ema
         ema.update()
-        holder.update_bn(loader, call=call)
+        ema.update_bn(loader, call=call)
         found = ema.averaged_model()
     expected = copy.deepcopy(model.net)
     torch.optim.swa_utils.update_bn([x * 2.0 for x in batches()], expected)
@@ -196,16 +196,13 @@ def test_they_are_exported(tmp_path: Path) -> None:
     assert freeze(dict(found)) == freeze(dict(by_torch(ema, 0).state_dict()))
 
 
-def test_moving_keeps_them_and_rebinding_drops_them() -> None:
+def test_rebinding_drops_them() -> None:
     """After a change of the model they may not fit."""
     ema = trained(buffers="ignore")
     ema.update_bn(batches())
-    expected = ema.averaged_model().state_dict()["1.running_mean"]
-    moved = ema.to("cpu").averaged_model().state_dict()
     ema.model[1] = nn.Identity()
     ema.rebind()
 
-    assert moved["1.running_mean"].equal(expected)
     assert sorted(dict(ema.averaged_model().named_buffers())) == []
 
 

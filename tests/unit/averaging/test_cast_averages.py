@@ -1,4 +1,4 @@
-"""``EMA.to()`` moves averages while they run, and a cast ``AveragedModel`` is refused."""
+"""An ``AveragedModel`` that was cast to fewer bits is refused."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import modkit
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.unit.averaging.recipes import walk
@@ -15,13 +14,6 @@ from tests.unit.averaging.recipes import walk
 def layers(dtype: torch.dtype = torch.float32) -> nn.ModuleList:
     """Return small layers of one shape, and one of another."""
     return nn.ModuleList([*(nn.Linear(3, 3) for _ in range(5)), nn.Linear(40, 50)]).to(dtype)
-
-
-def after(ema: "modkit.EMA[Any]", first: int, last: int) -> None:
-    """Take the steps from ``first`` up to ``last``."""
-    for seed in range(first, last):
-        walk(ema.model, seed)
-        ema.update()
 
 
 NARROW = [
@@ -51,14 +43,3 @@ def test_an_averaged_model_that_was_cast_in_mid_run(
     average.to(least)
     average.update_parameters(model)
     assert average.n_averaged == 2
-
-
-def test_to_in_inference_mode() -> None:
-    """Averages that were moved there are updated outside of it."""
-    ema = modkit.EMA(layers(torch.bfloat16), decay=0.9)
-    after(ema, 0, 2)
-    with torch.inference_mode():
-        assert ema.to("cpu") is ema
-    after(ema, 2, 4)
-    assert {tensor.dtype for _, tensor in ema.named_averages()} == {torch.float32}
-    assert ema.device == torch.device("cpu")
