@@ -32,7 +32,6 @@ from modkit.averaging.callback import (
 )
 from modkit.averaging.ema import EMA
 from modkit.averaging.optimizer_steps import check_optimizer, trains_any
-from modkit.averaging.options import checked_count
 from modkit.averaging.schedules import Decays
 from modkit.averaging.sharding import MSG_FLATTENED, has_shards
 from modkit.distributed import FullState, load_averages
@@ -86,22 +85,16 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         decay: Constant decay factor of one update, in [0, 1]. A list gives several averages,
             numbered by ``index`` from 0. Default: the schedule ``CountWarmup(0.999)``.
         index: Index of the average to evaluate, to save as the ``state_dict``, and to end with.
-        update_every_n_steps: Update if the step's index is a multiple, 1 or more; the decay is not
-            adjusted. The option ``update_every`` of ``EMA`` adjusts it instead.
-        update_starting_at_step: Zero-based index of the first optimizer step to update on; by
-            default 0.
-        update_starting_at_epoch: Zero-based index of the first epoch at whose end to update as
-            well; by default none. Updates on steps are not affected.
         swap_to_average_at_end: If True, ``fit`` ends with the average in the model;
             ``callback.ema.restore()`` restores the training weights.
         **options: Further keywords of :class:`~modkit.EMA`, such as ``schedule``, ``precision`` and
             ``buffers``.
 
     Raises:
-        TypeError: If ``index`` or a number of steps or epochs is not an int, a decay is not a
-            number, a schedule or a function, or an option is unknown or of another type.
-        ValueError: If an option is invalid, or a number of steps or epochs too small. Globs are
-            compared with the names of the model when the fit starts.
+        TypeError: If ``index`` is not an int, a decay is not a number, a schedule or a function, or
+            an option is unknown or of another type.
+        ValueError: If an option is invalid. Globs are compared with the names of the model when the
+            fit starts.
         IndexError: If there is no average ``index``.
         RuntimeError: If torch does not know ``device``.
 
@@ -112,9 +105,6 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         ema: The :class:`~modkit.EMA` of the latest fit, or None before it, and after an evaluation
             of other weights by ``ckpt_path``.
         index: The option. Another index counts from the next evaluation or checkpoint on.
-        update_every_n_steps: The option.
-        update_starting_at_step: The option.
-        update_starting_at_epoch: The option.
         swap_to_average_at_end: The option.
 
     Example::
@@ -127,25 +117,15 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
         averaged = Net.load_from_checkpoint("last.ckpt")
     """
 
-    update_every_n_steps: int
-
     def __init__(
         self,
         decay: Decays = None,
         *,
         index: int = 0,
-        update_every_n_steps: int = 1,
-        update_starting_at_step: int | None = None,
-        update_starting_at_epoch: int | None = None,
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
         check_options(decay, index, options)
-        self.update_every_n_steps = checked_count("update_every_n_steps", update_every_n_steps, 1)
-        checked_count("update_starting_at_step", update_starting_at_step or 0, 0)
-        checked_count("update_starting_at_epoch", update_starting_at_epoch or 0, 0)
-        self.update_starting_at_step = update_starting_at_step
-        self.update_starting_at_epoch = update_starting_at_epoch
         self.index = index
         self.swap_to_average_at_end = swap_to_average_at_end
 
@@ -178,8 +158,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
             epoch_idx: Zero-based index of the training epoch that ends, or None.
 
         Returns:
-            True if ``step_idx`` is a multiple of ``update_every_n_steps`` from
-            ``update_starting_at_step`` on, or ``epoch_idx`` at least ``update_starting_at_epoch``.
+            True for each optimizer step, and False for an epoch.
 
         Example::
 
@@ -187,12 +166,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
                 def should_update(self, step_idx=None, epoch_idx=None):
                     return epoch_idx is not None and epoch_idx >= 10
         """
-        if step_idx is not None:
-            is_due = step_idx % self.update_every_n_steps == 0
-            return is_due and step_idx >= (self.update_starting_at_step or 0)
-
-        first = self.update_starting_at_epoch
-        return epoch_idx is not None and first is not None and epoch_idx >= first
+        return step_idx is not None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Reset what an interrupted run has left, and wrap the checkpoint plugin.

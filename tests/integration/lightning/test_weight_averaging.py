@@ -54,6 +54,9 @@ def callback_of(library, decay=0.9, *, rule=None, use_buffers=True, **options):
         options["use_buffers"] = use_buffers
         found = TheirMean(**options) if decay is None else Theirs(decay=decay, **options)
     else:
+        # Lightning's own answers, of which modkit has no options.
+        asked = {name: options.pop(name) for name in [*options] if name.startswith("update_")}
+        rule = callbacks.EMAWeightAveraging(**asked).should_update if asked else rule
         options |= {"buffers": "average" if use_buffers else "copy", "swap_to_average_at_end": True}
         decays = {"schedule": schedules.Equal()} if decay is None else {"decay": decay}
         found = Ours(**decays, **options)
@@ -135,7 +138,7 @@ def test_every_step(make, use_buffers, tmp_path) -> None:
     ids=str,
 )
 def test_options_of_lightning(options, count, tmp_path) -> None:
-    """The options say when to update, with the semantics that they have in Lightning."""
+    """`should_update` is asked as in Lightning, whose options say when to update."""
     callback = check_against_lightning(tmp_path, **options)
 
     assert callback.counts[-1] == count
