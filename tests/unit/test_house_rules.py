@@ -16,7 +16,7 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 3_549,
+    "averaging": 3_545,
     "files": 2_481,
     "compat": 1_945,
     "nn": 1_393,
@@ -26,10 +26,10 @@ BOUNDS = {
     "jit": 895,
     "_fast_inference": 611,
     "models": 416,
-    "integrations": 593,
-    "optim": 336,
+    "integrations": 579,
+    "optim": 330,
 }
-SUM = 15_828
+SUM = 15_804
 
 
 def is_private(dotted):

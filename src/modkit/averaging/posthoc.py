@@ -195,13 +195,10 @@ class Fit:
         coefficients: The factor of each average. Their sum is 1; some may be negative.
         error: Root mean square over time of the difference of the two profiles, relative to that of
             the requested profile. 0 is exact, 0.01 is very good.
-        bound: Largest error of a parameter, in units of the root mean square, over all steps, of
-            its distance to its requested average.
     """
 
     coefficients: tuple[float, ...]
     error: float
-    bound: float
 
 
 def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int) -> Fit:
@@ -242,7 +239,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
     if len(set(used)) < len(used):
         raise ValueError("two averages have the same sigma_rel and the same step")
     if (sigma_rel, step) in used:
-        return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0, 0.0)
+        return Fit(tuple(float(pair == (sigma_rel, step)) for pair in averages), 0.0)
 
     # Time is measured in units of the requested step, which keeps the numbers near 1.
     profiles = [(gamma_of(width), end / step) for width, end in used]
@@ -270,7 +267,7 @@ def fit_power(averages: Sequence[tuple[float, int]], sigma_rel: float, step: int
 
     shares = dict(zip(used, solution.tolist(), strict=True))
     coefficients = tuple(shares.get(pair, 0.0) for pair in averages)
-    return Fit(coefficients, distance / math.sqrt(float(requested_norm)), distance)
+    return Fit(coefficients, distance / math.sqrt(float(requested_norm)))
 
 
 def _inner_products(

@@ -437,10 +437,7 @@ def from_config(config: Mapping[str, Any]) -> Schedule:
     if isinstance(options.get("schedule"), Mapping):
         options["schedule"] = from_config(options["schedule"])
 
-    try:
-        return cast("Schedule", globals()[name](**options))
-    except TypeError as error:
-        raise TypeError(f"{name} cannot be made from {config!r}: {error}") from error
+    return cast("Schedule", globals()[name](**options))
 
 
 def as_schedule(decay: Decay, name: str = "decay") -> Schedule:

@@ -222,9 +222,8 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             ValueError: If the average was cast to fewer bits than ``precision`` promises, or a glob
                 matches no name of a model that was lazy before.
             RuntimeError: If a value is not finite, with ``on_nonfinite="raise"``.
-            TypeError: If ``model`` has parameters, but is not a module, or is sharded by DeepSpeed
-                ZeRO-3.
-            AttributeError: If ``model`` has no parameters, in torch's words.
+            TypeError: If ``model`` is sharded by DeepSpeed ZeRO-3.
+            AttributeError: If ``model`` is not a module.
         """
         # An object without parameters is refused in torch's words.
         model.parameters  # noqa: B018
@@ -311,11 +310,6 @@ class AveragedModel(_Base, Generic[ModelT_co]):
         self, model: torch.nn.Module
     ) -> tuple[dict[str, Tensor], dict[str, Tensor], Copies, tuple[NamedTensors, NamedTensors]]:
         """Pair the tensors of the copy with those of a model by name."""
-        if not hasattr(model, "_modules"):
-            raise TypeError(
-                "AveragedModel.update_parameters(): model must be a torch.nn.Module, got "
-                f"{type(model).__name__}. Tensors are paired by the names that modules give them."
-            )
         check_not_partitioned("AveragedModel", model.modules())
         average_members = NamedTensors(self.module)
         model_members = NamedTensors(model, leave_out=self, like=average_members)
@@ -357,8 +351,7 @@ class AveragedModel(_Base, Generic[ModelT_co]):
             return False
         has_average = member.is_parameter or is_averaged(source.tensor)
         # A buffer may have got another shape.
-        same_shape: bool = member.tensor.shape == source.tensor.shape
-        return has_average and same_shape
+        return has_average and bool(member.tensor.shape == source.tensor.shape)
 
     def export_state_dict(self) -> dict[str, Tensor]:
         """Return the averaged weights and buffers under the names of the model without wrappers.
