@@ -389,12 +389,8 @@ def _say_rename(rule: Rule, total: int) -> str:
     tensors = _count(rule.count, "tensor", total)
     old = _listed(rule.old, 4, " or ")
     new = _listed(rule.new, 4, " or ")
-    if rule.is_certain:
-        return f"{tensors} are renamed: {old} in the checkpoint is {new} in the model"
-    return (
-        f"{tensors} may be renamed: {old} in the checkpoint may be {new} in the model; shapes do "
-        "not tell which"
-    )
+    doubt = "" if rule.is_certain else "; shapes do not tell which"
+    return f"{tensors} are renamed: {old} in the checkpoint is {new} in the model{doubt}"
 
 
 def _rest(side: str, names: list[str]) -> Iterator[Note]:
