@@ -133,12 +133,15 @@ class TorchFile:
         return storage
 
 
+# One type for all sizes, since a type of Python is a reference cycle.
+_MEMORY: Final = ctypes.c_char * (1 << 62)
+
+
 def memory_of(storage: "torch.UntypedStorage") -> memoryview:
     """Return the bytes of a storage on the CPU; the storage must outlive them."""
-    size = storage.nbytes()
-    if not size:
+    if not storage.nbytes():
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size).from_address(storage.data_ptr())).cast("B")
+    return memoryview(_MEMORY.from_address(storage.data_ptr())).cast("B")[: storage.nbytes()]
 
 
 def read_exactly(
