@@ -15,13 +15,7 @@ from typing_extensions import Self, Unpack
 from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit.averaging.callback import (
-    NO_AVERAGES,
-    BlocksOfEvaluation,
     EMAOptions,
-    Evaluation,
-    average_of,
-    check_options,
-    check_outside,
     end_swap,
     swap_at_end,
     training_weights,
@@ -35,6 +29,7 @@ from modkit.distributed import load_averages
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import load_checkpoint, save_checkpoint
+from modkit.integrations.trainers import MSG_NO_AVERAGES, OfTrainer
 
 
 __all__ = ["EMACallback"]
@@ -74,7 +69,7 @@ _hf = _package()
 TrainerCallback: Any = _hf.TrainerCallback
 
 
-class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
+class EMACallback(OfTrainer, TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
@@ -161,15 +156,10 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         **options: Unpack[EMAOptions],
     ) -> None:
         check_choice("EMACallback", "save", save, ("average", "raw"))
-        check_options(decay, index, options)
+        OfTrainer.__init__(
+            self, decay, options, index=index, swap_to_average_at_end=swap_to_average_at_end
+        )
         self.save = save
-        self.index = index
-        self.swap_to_average_at_end = swap_to_average_at_end
-
-        self.ema: EMA[Any] | None = None
-        self._decay = decay
-        self._options = options
-        self._evaluation = Evaluation()
         self._trainer: Any = None
         self._is_training = False
         # The folder of the checkpoint that train() resumes from.
@@ -280,7 +270,7 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         check_optimizer("EMACallback", optimizer)
-        ema = average_of(kwargs["model"], self._decay, self._options)
+        ema = self._averages_for(kwargs["model"])
 
         folder = self._resumed
         step = state.global_step
@@ -299,7 +289,7 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
                 "another checkpoint. To train the average, load it with from_pretrained()"
             )
         elif folder is not None and state.is_world_process_zero:
-            warnings.warn(NO_AVERAGES, stacklevel=2)
+            warnings.warn(MSG_NO_AVERAGES, stacklevel=2)
         self.ema = ema.attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -340,7 +330,7 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
                 )
             return None
 
-        ema = average_of(self.ema.model, self._decay, self._options)
+        ema = self._averages_for(self.ema.model)
         if content is None:
             load_averages(ema, folder / FOLDER)
         else:
@@ -366,7 +356,7 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
                 "hand-written loop modkit.EMA averages models of tensor parallelism, and of "
                 "DeepSpeed ZeRO-1 and ZeRO-2; docs/distributed.md has recipes for FSDP1 and ZeRO-3"
             )
-        check_outside(self._evaluation, self._trainer.model, "train()")
+        self._check_outside(self._trainer.model, "train()")
 
         folder = resume_from_checkpoint
         if folder is True:
