@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, cast
+from typing import Any, Final, Generic, cast
 
 import torch
 from typing_extensions import TypeVar, Unpack
@@ -12,9 +12,9 @@ from typing_extensions import TypeVar, Unpack
 from modkit._interrupts import critical
 from modkit._namespace import publish
 from modkit.averaging.ema import EMA
-from modkit.averaging.options import EMAOptions
-from modkit.averaging.schedules import Decays
-from modkit.averaging.swap import Pairing, exchanged
+from modkit.averaging.options import EMAOptions, Options, check_index, checked_count
+from modkit.averaging.schedules import Decays, schedules_of
+from modkit.averaging.swap import Pairing, any_swapped, exchanged
 from modkit.averaging.tensors import NamedTensors
 
 
@@ -22,6 +22,21 @@ __all__ = ["EMACallback", "EMAOptions"]
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
+
+NO_AVERAGES: Final = (
+    "EMACallback: the checkpoint holds no averages, so averaging starts anew from its weights"
+)
+
+
+def check_options(decay: Decays, index: int, options: EMAOptions) -> None:
+    """Check the options of a callback that gets its model, whose names globs are for, later."""
+    rest: dict[str, Any] = {**options}
+    schedules = schedules_of(decay, rest.pop("schedule", None))
+    checked_count("update_after_step", rest.pop("update_after_step", 0), 0)
+    checked_count("update_every", rest.pop("update_every", 1), 1)
+    device = rest.pop("device", None)
+    Options(**rest, device=None if device is None else torch.device(device))
+    check_index(index, len(schedules))
 
 
 def average_of(model: ModelT, decay: Decays, options: EMAOptions) -> EMA[ModelT]:
@@ -51,6 +66,15 @@ def end_swap(ema: EMA[Any] | None) -> None:
     """Restore the training weights if a training has ended with the average in its model."""
     if ema is not None and ema._overwritten:
         ema.restore()
+
+
+def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
+    """Check that training does not start where the model may hold the average."""
+    if evaluation.in_block or any_swapped(model):
+        raise RuntimeError(
+            f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
+            f"hold the averaged weights. Call {call} outside of the block."
+        )
 
 
 @dataclass(eq=False)

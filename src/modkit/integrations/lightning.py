@@ -19,8 +19,13 @@ from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit._upstream import RemovableHandle
 from modkit.averaging.callback import (
+    NO_AVERAGES,
     EMAOptions,
+    Evaluation,
     HooksOfEvaluation,
+    average_of,
+    check_options,
+    check_outside,
     end_swap,
     swap_at_end,
     training_weights,
@@ -32,7 +37,6 @@ from modkit.averaging.sharding import MSG_FLATTENED, has_shards
 from modkit.distributed import FullState, load_averages
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import verify_checksums, write_checkpoint
-from modkit.integrations.trainers import MSG_NO_AVERAGES, OfTrainer
 
 
 __all__ = ["EMACallback"]
@@ -57,7 +61,7 @@ Callback: Any = _pl.Callback
 CheckpointIO: Any = _pl.plugins.CheckpointIO
 
 
-class EMACallback(OfTrainer, HooksOfEvaluation[Any], Callback):
+class EMACallback(HooksOfEvaluation[Any], Callback):
     """Averages a model that Lightning trains; evaluates and saves the average.
 
     The average is updated after each batch in which an optimizer stepped on an averaged parameter:
@@ -121,9 +125,14 @@ class EMACallback(OfTrainer, HooksOfEvaluation[Any], Callback):
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
-        OfTrainer.__init__(
-            self, decay, options, index=index, swap_to_average_at_end=swap_to_average_at_end
-        )
+        check_options(decay, index, options)
+        self.index = index
+        self.swap_to_average_at_end = swap_to_average_at_end
+
+        self.ema: EMA[Any] | None = None
+        self._decay = decay
+        self._options = options
+        self._evaluation = Evaluation()
         # The state of the averages in a checkpoint, until the fit starts.
         self._loaded: Mapping[str, Any] | Path | None = None
         self._handles: list[RemovableHandle] = []
@@ -174,7 +183,7 @@ class EMACallback(OfTrainer, HooksOfEvaluation[Any], Callback):
         """
         self._leave()
         if stage == "fit":
-            self._check_outside(pl_module, "fit()")
+            check_outside(self._evaluation, pl_module, "fit()")
             if trainer.is_global_zero:
                 _remove_stale_of_runs(trainer)
         self._loaded = self._saved = None
@@ -236,7 +245,7 @@ class EMACallback(OfTrainer, HooksOfEvaluation[Any], Callback):
         # The last fit may have ended with the average in its model.
         end_swap(self.ema)
         if self.ema is None or self.ema.model is not pl_module:
-            self.ema = self._averages_for(pl_module)
+            self.ema = average_of(pl_module, self._decay, self._options)
         if self._loaded is not None:
             self._load(self.ema, self._loaded)
             self._loaded = None
@@ -507,7 +516,7 @@ class EMACallback(OfTrainer, HooksOfEvaluation[Any], Callback):
                 keys = ("averaging_state", "state_dict", "global_step")
                 self._loaded = {key: checkpoint[key] for key in keys if key in checkpoint}
             else:
-                _pl.utilities.rank_zero_warn(MSG_NO_AVERAGES)
+                _pl.utilities.rank_zero_warn(NO_AVERAGES)
 
         if is_sharded and by_tuner and self.ema is not None and loaded is not None:
             self._load(self.ema, loaded)

@@ -15,7 +15,13 @@ from typing_extensions import Self, Unpack
 from modkit._messages import install_extra
 from modkit._namespace import publish_all
 from modkit.averaging.callback import (
+    NO_AVERAGES,
+    BlocksOfEvaluation,
     EMAOptions,
+    Evaluation,
+    average_of,
+    check_options,
+    check_outside,
     end_swap,
     swap_at_end,
     training_weights,
@@ -29,7 +35,6 @@ from modkit.distributed import load_averages
 from modkit.errors import shown
 from modkit.files.atomic_write import remove_stale
 from modkit.files.checkpoints import load_checkpoint, save_checkpoint
-from modkit.integrations.trainers import MSG_NO_AVERAGES, OfTrainer
 
 
 __all__ = ["EMACallback"]
@@ -69,7 +74,7 @@ _hf = _package()
 TrainerCallback: Any = _hf.TrainerCallback
 
 
-class EMACallback(OfTrainer, TrainerCallback):
+class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
     """Averages a model that the Trainer of transformers trains; evaluates and saves the average.
 
     Each optimizer step updates the average: once per step with gradient accumulation, and not for
@@ -156,10 +161,15 @@ class EMACallback(OfTrainer, TrainerCallback):
         **options: Unpack[EMAOptions],
     ) -> None:
         check_choice("EMACallback", "save", save, ("average", "raw"))
-        OfTrainer.__init__(
-            self, decay, options, index=index, swap_to_average_at_end=swap_to_average_at_end
-        )
+        check_options(decay, index, options)
         self.save = save
+        self.index = index
+        self.swap_to_average_at_end = swap_to_average_at_end
+
+        self.ema: EMA[Any] | None = None
+        self._decay = decay
+        self._options = options
+        self._evaluation = Evaluation()
         self._trainer: Any = None
         self._is_training = False
         # The folder of the checkpoint that train() resumes from.
@@ -270,7 +280,7 @@ class EMACallback(OfTrainer, TrainerCallback):
         # Inside accelerate's optimizer: its hooks run only for steps that are taken.
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         check_optimizer("EMACallback", optimizer)
-        ema = self._averages_for(kwargs["model"])
+        ema = average_of(kwargs["model"], self._decay, self._options)
 
         folder = self._resumed
         step = state.global_step
@@ -289,7 +299,7 @@ class EMACallback(OfTrainer, TrainerCallback):
                 "another checkpoint. To train the average, load it with from_pretrained()"
             )
         elif folder is not None and state.is_world_process_zero:
-            warnings.warn(MSG_NO_AVERAGES, stacklevel=2)
+            warnings.warn(NO_AVERAGES, stacklevel=2)
         self.ema = ema.attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -330,7 +340,7 @@ class EMACallback(OfTrainer, TrainerCallback):
                 )
             return None
 
-        ema = self._averages_for(self.ema.model)
+        ema = average_of(self.ema.model, self._decay, self._options)
         if content is None:
             load_averages(ema, folder / FOLDER)
         else:
@@ -356,7 +366,7 @@ class EMACallback(OfTrainer, TrainerCallback):
                 "hand-written loop modkit.EMA averages models of tensor parallelism, and of "
                 "DeepSpeed ZeRO-1 and ZeRO-2; docs/distributed.md has recipes for FSDP1 and ZeRO-3"
             )
-        self._check_outside(self._trainer.model, "train()")
+        check_outside(self._evaluation, self._trainer.model, "train()")
 
         folder = resume_from_checkpoint
         if folder is True:

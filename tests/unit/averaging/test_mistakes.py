@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import modkit
+from modkit.averaging.callback import check_options
 from modkit.distributed import export_average
-from modkit.integrations.trainers import check_options
 from modkit.optim.swa_utils import AveragedModel
 from tests.cases import for_each
 from tests.unit.averaging.recipes import model_of, network
