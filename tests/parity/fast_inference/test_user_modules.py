@@ -86,6 +86,9 @@ def own_paths(impl):
         "optimized": torch.compile(user_module(impl), backend="eager"),
         "graph module": fx.symbolic_trace(nn.Sequential(nn.ReLU())),
         "no forward": impl.nn.ModuleList(),
+        "container": type("Own", (nn.Sequential,), {"__call__": passed_on(nn.Module.__call__)})(
+            nn.ReLU()
+        ),
         "compiled": compiled,
     }
 

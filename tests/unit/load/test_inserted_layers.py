@@ -31,10 +31,8 @@ def vgg(*sizes, norm=False):
 
 
 VGG = {
-    11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     13: (64, 64, "M", 128, 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     16: (64, 64, "M", 128, 128, "M", *(256,) * 3, "M", *(512,) * 3, "M", *(512,) * 3, "M"),
-    19: (64, 64, "M", 128, 128, "M", *(256,) * 4, "M", *(512,) * 4, "M", *(512,) * 4, "M"),
 }
 
 
@@ -51,24 +49,11 @@ def act(width):
     return nn.ReLU()
 
 
-def drop(width):
-    """Return another layer without tensors."""
-    return nn.Dropout()
-
-
 def below(path, *modules):
     """Return modules under a path, or in a list under it."""
     model = nn.Module()
     setattr(model, path, modules[0] if len(modules) == 1 else nn.ModuleList(modules))
     return model
-
-
-def residual(width, *, with_dropout):
-    """Return a block of a residual network."""
-    between = [nn.Dropout()] if with_dropout else []
-    conv = nn.Conv2d(width, width, 3)
-    layers = [conv, nn.BatchNorm2d(width), *between, conv, nn.BatchNorm2d(width)]
-    return nn.Sequential(*layers)
 
 
 def transformer(*, pre_norm):
@@ -80,15 +65,6 @@ def transformer(*, pre_norm):
     return nn.Sequential(*attention, nn.LayerNorm(16), *feed_forward, nn.LayerNorm(16))
 
 
-def adapted(*widths, with_adapter):
-    """Return blocks with an adapter behind each."""
-    blocks = []
-    for width in widths:
-        blocks.append(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)))
-        blocks += [nn.Linear(width, width, bias=False)] if with_adapter else []
-    return nn.Sequential(*blocks)
-
-
 with torch.device("meta"):
     PAIRS = {
         **{f"VGG-{n}": (vgg(*VGG[n]), vgg(*VGG[n], norm=True)) for n in VGG},
@@ -96,39 +72,21 @@ with torch.device("meta"):
             below("net", vgg(*VGG[16])),
             below("features", vgg(*VGG[16], norm=True)),
         ),
-        "VGG of another depth": (vgg(*VGG[19]), vgg(*VGG[16], norm=True)),
         "VGG of another depth in another home": (
             below("net", vgg(*VGG[13])),
             below("features", vgg(*VGG[16], norm=True)),
         ),
-        "dropout": (
-            mlp(8, 16, 16, 16, 4, between=[act]),
-            mlp(8, 16, 16, 16, 4, between=[act, drop]),
-        ),
-        "dropout among squares": (
+        "activations": (
+            mlp(16, 16, 16, 16, 16),
             mlp(16, 16, 16, 16, 16, between=[act]),
-            mlp(16, 16, 16, 16, 16, between=[act, drop]),
         ),
-        "activations": (mlp(8, 16, 16, 16, 16, 4), mlp(8, 16, 16, 16, 16, 4, between=[act])),
         "BatchNorm": (
             mlp(8, 16, 16, 32, 32, 4, between=[act]),
             mlp(8, 16, 16, 32, 32, 4, between=[nn.BatchNorm1d, act]),
         ),
-        "LayerNorm": (
-            mlp(16, 32, 16, 32, 16, between=[act]),
-            mlp(16, 32, 16, 32, 16, between=[nn.LayerNorm, act]),
-        ),
-        "dropout in blocks": (
-            below("layers", *(residual(width, with_dropout=False) for width in (8, 8, 16))),
-            below("layers", *(residual(width, with_dropout=True) for width in (8, 8, 16))),
-        ),
         "norms before and behind": (
             below("blocks", *(transformer(pre_norm=True) for _ in range(3))),
             below("blocks", *(transformer(pre_norm=False) for _ in range(3))),
-        ),
-        "adapters": (
-            below("body", adapted(8, 8, 8, 16, 16, with_adapter=False)),
-            below("body", adapted(8, 8, 8, 16, 16, with_adapter=True)),
         ),
         "a layer more": (mlp(4, 16, 16, 16, 2), mlp(4, 16, 16, 16, 16, 2)),
     }
@@ -139,12 +97,8 @@ BOTH_WAYS = {
 
 
 def places(model, kind):
-    """Return the layers of one kind by their place; those without a bias are adapters."""
-    layers = [
-        (path, layer)
-        for path, layer in model.named_modules()
-        if isinstance(layer, kind) and layer.bias is not None
-    ]
+    """Return the layers of one kind by their place."""
+    layers = [(path, each) for path, each in model.named_modules() if isinstance(each, kind)]
     return {getattr(layer, "place", i): (path, layer) for i, (path, layer) in enumerate(layers)}
 
 

@@ -23,6 +23,15 @@ def test_a_prefix_of_a_quarter_of_the_names(others, is_prefix):
     assert (Rule("prefix", ("m.",), ("",), 1) in find_renames(old, new).rules) == is_prefix
 
 
+def test_a_prefix_of_a_small_model():
+    """A file of many other tensors is no argument against it."""
+    new = {f"{name}.weight": (i + 2, 2) for i, name in enumerate("abc")}
+    old = {f"m.{name}": shape for name, shape in new.items()} | {f"x{i}": (9,) for i in range(40)}
+
+    assert find_renames(old, new).rules == [Rule("prefix", ("m.",), ("",), 3)]
+    assert find_renames(new, old).rules == [Rule("prefix", ("",), ("m.",), 3)]
+
+
 @for_each(("prefixed", "is_prefix"), [(6, True), (5, False)])
 def test_a_prefix_where_no_shape_fits(prefixed, is_prefix):
     """It is one of three quarters of the names, since the model may have another width."""

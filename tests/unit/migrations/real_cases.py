@@ -1,10 +1,9 @@
-"""Twelve changes of names and layouts that libraries have made, each with the documented conversion.
+"""Eight changes of names and layouts that libraries have made, each with the documented conversion.
 
 Names and shapes of layers are the libraries', with smaller widths. ``expected`` says in plain code what
 the library's own conversion returns.
 """
 
-import re
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,49 +56,6 @@ def wrap(**children):
     return module
 
 
-def densenet():
-    """Dense layers of torchvision were named ``norm.1``; a regular expression renames them."""
-    numbered = [f"{kind}.{number}.*" for kind in ("norm", "relu", "conv") for number in (1, 2)]
-
-    @mig.declare({2: [mig.rename(old, old.replace(".", "", 1)) for old in numbered]})
-    class DenseLayer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm1, self.conv1 = nn.BatchNorm2d(4), nn.Conv2d(4, 8, 1, bias=False)
-            self.norm2, self.conv2 = nn.BatchNorm2d(8), nn.Conv2d(8, 2, 3, bias=False)
-
-    layers = [f"denseblock1.denselayer{number}" for number in (1, 2)]
-    shapes = {}
-    for layer in layers:
-        for number, width, kernel in ((1, 4, (8, 4, 1, 1)), (2, 8, (2, 8, 3, 3))):
-            shapes[f"{layer}.conv.{number}.weight"] = kernel
-            for name in ("weight", "bias", "running_mean", "running_var"):
-                shapes[f"{layer}.norm.{number}.{name}"] = (width,)
-    old = state_of(shapes, *layers)
-    pattern = re.compile(
-        r"^(.*denselayer\d+\.(?:norm|relu|conv))\.([12]\.(?:weight|bias|running_mean|running_var))$"
-    )
-    expected = {pattern.sub(r"\1\2", name): value for name, value in old.items()}
-    block = wrap(denselayer1=DenseLayer(), denselayer2=DenseLayer())
-    return Case(wrap(denseblock1=block), old, expected, (DenseLayer,))
-
-
-def vit_mlp():
-    """The MLP of torchvision's ViT became a Sequential in version 2."""
-
-    @mig.declare({2: [mig.rename("linear_1.*", "0.*"), mig.rename("linear_2.*", "3.*")]})
-    class MLPBlock(nn.Sequential):
-        def __init__(self):
-            layers = nn.Linear(4, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4), nn.Dropout()
-            super().__init__(*layers)
-
-    old = state_of({**linear("mlp.linear_1", 4, 8), **linear("mlp.linear_2", 8, 4)}, "mlp")
-    expected = {}
-    for name, value in old.items():
-        expected[name.replace("linear_1", "0").replace("linear_2", "3")] = value
-    return Case(wrap(mlp=MLPBlock()), old, expected, (MLPBlock,))
-
-
 def retinanet():
     """The convolutions of torchvision's RetinaNet head moved from every second place into blocks."""
     steps = [mig.rename(f"conv.{2 * number}.*", f"conv.{number}.0.*") for number in range(4)]
@@ -120,103 +76,6 @@ def retinanet():
         for end in ("weight", "bias"):
             expected[f"head.conv.{number}.0.{end}"] = old[f"head.conv.{2 * number}.{end}"]
     return Case(wrap(head=Head()), old, expected, (Head,))
-
-
-def openai_clip():
-    """The ViT of timm reads the image tower of OpenAI's CLIP, and the text tower is dropped."""
-    block = "visual.transformer.resblocks.*"
-
-    @mig.declare(
-        {
-            2: [
-                mig.drop("text_projection"),
-                mig.drop("logit_scale"),
-                mig.drop("transformer.**"),
-                mig.rename("visual.conv1.*", "patch_embed.proj.*"),
-                mig.convert(
-                    "visual.positional_embedding", lambda t: t[None], lambda t: t[0], "pos_embed"
-                ),
-                mig.convert(
-                    "visual.class_embedding",
-                    lambda t: t[None, None],
-                    lambda t: t[0, 0],
-                    "cls_token",
-                ),
-                mig.convert("visual.proj", torch.t, torch.t, "head.weight"),
-                mig.add("head.bias", lambda module: torch.zeros(module.head.out_features)),
-                mig.rename("visual.ln_pre.*", "norm_pre.*"),
-                mig.rename("visual.ln_post.*", "norm.*"),
-                mig.rename(f"{block}.ln_1.*", "blocks.*.norm1.*"),
-                mig.rename(f"{block}.ln_2.*", "blocks.*.norm2.*"),
-                mig.rename(f"{block}.attn.in_proj_weight", "blocks.*.attn.qkv.weight"),
-                mig.rename(f"{block}.attn.in_proj_bias", "blocks.*.attn.qkv.bias"),
-                mig.rename(f"{block}.attn.out_proj.*", "blocks.*.attn.proj.*"),
-                mig.rename(f"{block}.mlp.c_fc.*", "blocks.*.mlp.fc1.*"),
-                mig.rename(f"{block}.mlp.c_proj.*", "blocks.*.mlp.fc2.*"),
-            ]
-        }
-    )
-    class VisionTransformer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
-            self.pos_embed = nn.Parameter(torch.zeros(1, 5, 4))
-            self.patch_embed = wrap(proj=nn.Conv2d(3, 4, 2, bias=False))
-            self.norm_pre = nn.LayerNorm(4)
-            self.blocks = nn.Sequential(
-                *(
-                    wrap(
-                        norm1=nn.LayerNorm(4),
-                        attn=wrap(qkv=nn.Linear(4, 12), proj=nn.Linear(4, 4)),
-                        norm2=nn.LayerNorm(4),
-                        mlp=wrap(fc1=nn.Linear(4, 8), fc2=nn.Linear(8, 4)),
-                    )
-                    for _ in range(2)
-                )
-            )
-            self.norm = nn.LayerNorm(4)
-            self.head = nn.Linear(4, 3)
-
-    shapes = {
-        "visual.class_embedding": (4,),
-        "visual.positional_embedding": (5, 4),
-        "visual.proj": (4, 3),
-        "visual.conv1.weight": (4, 3, 2, 2),
-        "text_projection": (4, 3),
-        "logit_scale": (),
-        "transformer.resblocks.0.ln_1.weight": (4,),
-    }
-    norms = ["visual.ln_pre", "visual.ln_post"]
-    for number in range(2):
-        path = f"visual.transformer.resblocks.{number}"
-        norms += [f"{path}.ln_1", f"{path}.ln_2"]
-        shapes |= {f"{path}.attn.in_proj_weight": (12, 4), f"{path}.attn.in_proj_bias": (12,)}
-        shapes |= linear(f"{path}.attn.out_proj", 4, 4)
-        shapes |= {**linear(f"{path}.mlp.c_fc", 4, 8), **linear(f"{path}.mlp.c_proj", 8, 4)}
-    shapes |= {f"{norm}.{end}": (4,) for norm in norms for end in ("weight", "bias")}
-    old = state_of(shapes, "")
-    swaps = {
-        "transformer.resblocks": "blocks",
-        "ln_pre": "norm_pre",
-        "ln_post": "norm",
-        "ln_": "norm",
-        "in_proj_": "qkv.",
-        "out_proj": "proj",
-        "c_fc": "fc1",
-        "c_proj": "fc2",
-        "conv1": "patch_embed.proj",
-    }
-    expected = {"head.bias": torch.zeros(3)}
-    for name, value in old.items():
-        if name.startswith("visual."):
-            new = name.removeprefix("visual.")
-            for before, after in swaps.items():
-                new = new.replace(before, after)
-            expected[new] = value
-    expected["cls_token"] = expected.pop("class_embedding").reshape(1, 1, 4)
-    expected["pos_embed"] = expected.pop("positional_embedding").reshape(1, 5, 4)
-    expected["head.weight"] = expected.pop("proj").T
-    return Case(VisionTransformer(), old, expected, (VisionTransformer,), lossy=True)
 
 
 def separate_projections():
@@ -394,31 +253,6 @@ def neox_interleaved():
     return Case(wrap(attention=Attention()), old, expected, (Attention,))
 
 
-def diffusers_attention():
-    """The attention blocks of diffusers before 0.14."""
-    names = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-
-    @mig.declare({2: [mig.rename(f"{old}.*", f"{new}.*") for old, new in names.items()]})
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.group_norm = nn.GroupNorm(2, 4)
-            self.to_q, self.to_k, self.to_v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-            self.to_out = nn.ModuleList([nn.Linear(4, 4), nn.Dropout()])
-
-    path = "mid_block.attentions.0"
-    shapes = {f"{path}.group_norm.{end}": (4,) for end in ("weight", "bias")}
-    for name in names:
-        shapes |= linear(f"{path}.{name}", 4, 4)
-    old = state_of(shapes, path)
-    expected = {}
-    for name, value in old.items():
-        owner, kind, end = name.rsplit(".", 2)
-        expected[f"{owner}.{names.get(kind, kind)}.{end}"] = value
-    model = wrap(mid_block=wrap(attentions=nn.ModuleList([Attention()])))
-    return Case(model, old, expected, (Attention,))
-
-
 def lightzero_dynamics():
     """LightZero's dynamics network: a recorded file, with blocks of a version that had more."""
 
@@ -438,7 +272,6 @@ def lightzero_dynamics():
 
 
 CASES = [
-    *(densenet, vit_mlp, retinanet, openai_clip, separate_projections, fused_projections),
-    *(bert_norms, mixtral_experts, gpt2_conv1d, neox_interleaved, diffusers_attention),
-    lightzero_dynamics,
+    *(retinanet, separate_projections, fused_projections, bert_norms, mixtral_experts),
+    *(gpt2_conv1d, neox_interleaved, lightzero_dynamics),
 ]

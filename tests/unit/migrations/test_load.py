@@ -394,9 +394,9 @@ def test_a_moved_child_whose_loader_has_no_hash():
         Net().load_state_dict(old)
 
 
-def test_the_present_version_migrates_nothing(monkeypatch):
+def test_the_present_version_migrates_nothing(impl, monkeypatch):
     """No class looks at entries of the present version."""
-    model = network(modkit.nn, new_attention(modkit.nn))
+    model = network(impl.nn, new_attention(impl.nn))
     monkeypatch.setattr(declarations, "_migrate_own", None)
 
     assert model.load_state_dict(model.state_dict()).missing_keys == []

@@ -409,4 +409,6 @@ def test_values_that_are_not_tensors_move():
     """Extra state is renamed like tensors."""
     model = declared({2: [mig.rename("old.**", "new.**")]}, x=torch.zeros(1))
 
-    assert mig.migrate(model, saved(1, **{"old._extra_state": 5}))["new._extra_state"] == 5
+    state = saved(1, **{"old._extra_state": 5})
+    assert mig.migrate(model, state)["new._extra_state"] == 5
+    assert "rename old._extra_state -> new._extra_state" in mig.plan(model, state)[0]

@@ -1,4 +1,4 @@
-"""Twelve migrations that libraries wrote by hand, declared: bitwise what their conversions return."""
+"""Eight migrations that libraries wrote by hand, declared: bitwise what their conversions return."""
 
 import copy
 
