@@ -68,7 +68,7 @@ autosummary_generate = False
 nitpick_ignore_regex = [
     ("py:.*", r"(?!modkit\.).*"),
     ("py:.*", r"modkit\..*T(_co)?"),
-    ("py:class", r"modkit\.(averaging|migrations\.steps)\..*"),
+    ("py:class", r"modkit\.(averaging|migrations\.steps|_fast_inference)\..*"),
 ]
 
 
@@ -78,6 +78,7 @@ SHOWN_TYPES = {
     r"(modkit\.(\w+\.)*)?(ModelT_co|ModelT|ModuleT|T)": "Module",
     r"(modkit\.(\w+\.)*)?_ClassT": "type",
     r"(torch\.(\w+\.)*)?_IncompatibleKeys": "NamedTuple",
+    r"(modkit\.(\w+\.)*)?_Block": "AbstractContextManager",
 }
 KEYWORDS = re.compile(r": ~?(?:[\w.]+\.)?Unpack\[[^]]*\]")
 
