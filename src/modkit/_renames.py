@@ -7,7 +7,7 @@ removed, all are reported, and none is chosen.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, count, islice, takewhile
 from typing import Final, Literal, NamedTuple, TypeAlias
@@ -165,15 +165,10 @@ def starred(name: str, most: int = LONGEST_NAME) -> str:
     return ".".join("*" if p.isdecimal() and next(index) < most else p for p in parts)
 
 
-def _shared(sequences: Iterable[Sequence[str]]) -> int:
-    """Return how many items all sequences begin with."""
-    columns = zip(*sequences, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns))
-
-
 def _star_shared(names: Collection[str]) -> Parts:
     """Return names with ``*`` for the first numbers, which all of them have."""
-    shared = _shared(map(_numbers, names))
+    columns = zip(*map(_numbers, names), strict=False)
+    shared = sum(1 for _ in takewhile(lambda column: len({*column}) == 1, columns))
     return tuple(starred(name, shared) for name in names)
 
 
@@ -351,17 +346,14 @@ def _by_other_parts(shapes: Shapes, *, by_module: bool) -> dict[_OtherParts, lis
     paths: dict[_OtherParts, list[str]] = defaultdict(list)
     for path, content in contents.items():
         # Vectors alone say little: biases and norms of one size are everywhere.
-        if len(content) == 1 and not any(shape and _is_matrix(shape) for _, shape in content):
+        sizes = [size for _, shape in content for size in shape or () if size > 1]
+        if len(content) == 1 and len(sizes) < 2:
             continue
         tensors = frozenset(content)
         parts = tuple(path.split("."))
         for place in range(len(parts)):
             paths[tensors, place, parts[:place] + parts[place + 1 :]].append(path)
     return paths
-
-
-def _is_matrix(shape: Shape) -> bool:
-    return sum(size > 1 for size in shape) > 1
 
 
 def beginnings(name: str) -> list[str]:
