@@ -66,10 +66,23 @@ class EMA(Generic[ModelT_co]):
     stochastic weight averaging (https://arxiv.org/abs/1803.05407, algorithm 1).
 
     Tensors are matched by name, without the prefixes of DDP, ``torch.compile``, FSDP and activation
-    checkpointing; tied tensors are averaged once. Methods raise ``NameMismatchError`` before
-    anything changes if names or shapes of a model do not match; :meth:`rebind` adapts the averages
-    to a model that has changed on purpose. No update synchronizes with an accelerator, except with
-    averages on another device, with ``on_nonfinite="raise"``, and the first one with ``"skip"``.
+    checkpointing; tied tensors are averaged once. No update synchronizes with an accelerator,
+    except with averages on another device, with ``on_nonfinite="raise"``, and the first one with
+    ``"skip"``.
+
+    All methods that use a model have these errors in common, before anything has changed; their own
+    pages name them in short:
+
+    - ``NameMismatchError``: names or shapes of the model are not those that are averaged.
+      :meth:`rebind` adapts the averages to a model that has changed on purpose.
+    - ``RuntimeError``, the model holds an average: inside :meth:`applied`, or between
+      :meth:`copy_to` and :meth:`restore`, where the training weights are needed.
+    - ``RuntimeError``, the model cannot be averaged: a parameter has no values yet, because it is
+      uninitialized (lazy) or on the meta device, or torch has no kernels for its layout: sparse,
+      nested and mkldnn parameters.
+    - ``TypeError``: ``model`` is not a module, or is sharded by ``FullyShardedDataParallel``
+      (FSDP1: use ``fully_shard``) or DeepSpeed ZeRO-3; ``index`` is not an int.
+    - ``IndexError``: there is no average ``index``.
 
     Args:
         model: Model to track. It is neither copied nor modified.
@@ -110,10 +123,9 @@ class EMA(Generic[ModelT_co]):
             the ranks that share a sharded tensor. A pickle does not hold it.
 
     Raises:
-        TypeError: If ``model`` is not a module, or is sharded by ``FullyShardedDataParallel``
-            (FSDP1: use ``fully_shard``) or DeepSpeed ZeRO-3; if a number of steps is not an int, a
-            decay is not a number, a schedule or a function, names are neither globs nor a
-            predicate, or ``buffers`` is neither a policy nor a dict.
+        TypeError: If ``model`` is refused, as above; if a number of steps is not an int, a decay is
+            not a number, a schedule or a function, names are neither globs nor a predicate, or
+            ``buffers`` is neither a policy nor a dict.
         ValueError: If ``decay`` and ``schedule`` are both given, a list of them is empty, a decay
             is outside of [0, 1], a number of steps is too small, an option is not one of its
             values, ``device`` is meta, ``seed`` is not an int of at most 64 bits, no parameter is
@@ -348,14 +360,9 @@ class EMA(Generic[ModelT_co]):
                 fewer.
 
         Raises:
-            TypeError: If ``model`` is not a module, or is sharded by FSDP1 or DeepSpeed ZeRO-3.
-            NameMismatchError: If names or shapes are not those of the averages.
-            RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no
-                kernels for the layout of a tensor: sparse, nested and mkldnn parameters cannot be
-                averaged, nested and mkldnn buffers not even copied; or, with
-                ``on_nonfinite="raise"``, if a value is not finite.
+            TypeError, NameMismatchError: See :class:`EMA`.
+            RuntimeError: If the model holds an average or cannot be averaged, see :class:`EMA`; or,
+                with ``on_nonfinite="raise"``, if a value is not finite.
             ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
                 ``trainable_only=True`` and no parameter requires gradients, or a glob matches no
                 name of a model that was lazy.
@@ -410,12 +417,9 @@ class EMA(Generic[ModelT_co]):
         :attr:`n_averaged` stay; statistics of :meth:`update_bn` are dropped.
 
         Raises:
-            TypeError: If the model is sharded by FSDP1 or DeepSpeed ZeRO-3 now.
-            RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`; if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device; if torch has no
-                kernels for the layout of a tensor (see :meth:`update`); or if one is not finite,
-                unless ``on_nonfinite`` is ``"ignore"``.
+            TypeError: See :class:`EMA`.
+            RuntimeError: If the model holds an average or cannot be averaged, see :class:`EMA`; or
+                if a parameter is not finite, unless ``on_nonfinite`` is ``"ignore"``.
             ValueError: If no parameter is selected any more.
 
         Example:
@@ -505,8 +509,7 @@ class EMA(Generic[ModelT_co]):
             average.
 
         Raises:
-            IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int.
+            IndexError, TypeError: See :class:`EMA`.
 
         Example:
             >>> from modkit import EMA, nn
@@ -535,10 +538,7 @@ class EMA(Generic[ModelT_co]):
             Nothing: the model holds the average.
 
         Raises:
-            IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int, or ``model`` is not a module, or contains
-                ``FullyShardedDataParallel``.
-            NameMismatchError: If the model is not the one that is averaged.
+            IndexError, TypeError, NameMismatchError: See :class:`EMA`.
             RuntimeError: At the end, if the block has written to averaged tensors, and so to the
                 average, or to statistics of batch normalization; has cast or moved them; or has
                 replaced parameters or their modules, which are put back, without hooks and
@@ -598,10 +598,7 @@ class EMA(Generic[ModelT_co]):
             index: Index of the average.
 
         Raises:
-            IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int, or ``model`` is not a module, or contains
-                ``FullyShardedDataParallel``.
-            NameMismatchError: If names or shapes of the model do not match.
+            IndexError, TypeError, NameMismatchError: See :class:`EMA`.
             RuntimeError: If a tensor of the model cannot be written to: it is expanded, on the meta
                 device, or an inference tensor outside of inference mode.
 
@@ -640,8 +637,8 @@ class EMA(Generic[ModelT_co]):
         the first one has stored. See :meth:`copy_to` for an example.
 
         Raises:
-            RuntimeError: If the model holds an average, inside :meth:`applied` or after
-                :meth:`copy_to`: that would be stored as the training weights.
+            RuntimeError: If the model holds an average, see :class:`EMA`: that would be stored as
+                the training weights.
             NameMismatchError: If the model has lost an averaged tensor.
             ValueError: If a parameter is uninitialized (lazy).
         """
@@ -701,11 +698,10 @@ class EMA(Generic[ModelT_co]):
                 model is called with the batch, or the first element of a list or tuple.
 
         Raises:
-            IndexError: If there is no average ``index``.
+            IndexError, NameMismatchError: See :class:`EMA`.
             TypeError: If ``index`` is not an int, or the loader cannot be iterated over.
-            RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`, or before the first update.
-            NameMismatchError: If names or shapes of the model have changed.
+            RuntimeError: If the model holds an average, see :class:`EMA`, or before the first
+                update.
             ValueError: If the loader is empty, or ``device`` and ``call`` are both given. Nothing
                 has been changed.
             Exception: Whatever the loader, the model, or ``copy.deepcopy`` of it raises. Nothing
@@ -753,9 +749,7 @@ class EMA(Generic[ModelT_co]):
             A deep copy of the model, with its class, dtypes and devices.
 
         Raises:
-            IndexError: If there is no average ``index``.
-            TypeError: If ``index`` is not an int.
-            NameMismatchError: If names or shapes of the model have changed.
+            IndexError, TypeError, NameMismatchError: See :class:`EMA`.
             Exception: Whatever ``copy.deepcopy`` raises for the model. A sharded model cannot be
                 copied: use :meth:`applied`, or ``modkit.distributed.export_average``.
 
@@ -791,7 +785,7 @@ class EMA(Generic[ModelT_co]):
         ``module.train()`` sets is kept.
 
         Raises:
-            NameMismatchError: If names or shapes of the model have changed, until :meth:`rebind`.
+            NameMismatchError: See :class:`EMA`.
             Exception: Whatever ``copy.deepcopy`` raises for the model. A sharded model cannot be
                 copied: use :meth:`applied`.
 
@@ -899,10 +893,7 @@ class EMA(Generic[ModelT_co]):
                 negative, or is given with a state that is empty or of an ``EMA``, which holds its
                 own counter.
             NameMismatchError: If names or shapes of the state are not those of the model.
-            RuntimeError: If the model holds an average, inside :meth:`applied` or between
-                :meth:`copy_to` and :meth:`restore`; if torch has no kernels for the layout of a
-                parameter (see :meth:`update`); or if a parameter has no values yet, because it is
-                uninitialized (lazy) or on the meta device.
+            RuntimeError: If the model holds an average or cannot be averaged, see :class:`EMA`.
 
         Warns:
             UserWarning: If the state is empty, changes an option, has no counter although that

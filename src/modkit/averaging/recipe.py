@@ -54,7 +54,6 @@ class Watch:
         buffers: Whether buffers count too: otherwise forwards may replace them under the same
             names.
         tables: Further tables.
-        members: Buffers that must still be registered.
         frozen: Parameters that must not begin to require gradients.
         unknown: Whether it is not known what there was, so that everything is a change.
     """
@@ -66,7 +65,6 @@ class Watch:
         *,
         buffers: bool = False,
         tables: Iterable[Registry] = (),
-        members: Sequence[Member] = (),
         frozen: Iterable[Tensor] = (),
         unknown: bool = False,
     ) -> None:
@@ -90,10 +88,6 @@ class Watch:
         self._names = list(chain.from_iterable(self._named))
         self._alike = metadata_guard([] if self._unknown else list(tensors))
 
-        # Averaged buffers are compared by identity, because a forward may replace them.
-        self._members = [member.tensor for member in members]
-        self._registries = [member.registry for member in members]
-        self._keys = [member.key for member in members]
         self._frozen = [tensor for tensor in frozen if not tensor.requires_grad]
 
     def changed(self) -> bool:
@@ -115,9 +109,6 @@ class Watch:
             if not all(map(operator.is_, lasting, self._tables)):
                 return True
 
-        current = map(operator.getitem, self._registries, self._keys)
-        if not all(map(operator.is_, current, self._members)):
-            return True
         return not self._alike() or any(map(_requires_grad, self._frozen))
 
 
@@ -303,18 +294,19 @@ class Plan(Watched):
         self._groups: list[Group] = grouped(averages, currents, alone=alone)
         self._ranks = groups_of(currents.values(), options.process_group)
         members = [member for model in models for member in model.buffers.values()]
+        # Forwards may replace buffers; those that are averaged end the plan.
+        self._tables = [member.registry for member in members if member.name in currents]
         self._watching = partial(
             Watch,
             [state for model in models for state in model.states],
             buffers=buffers,
-            members=[member for member in members if member.name in currents],
             frozen=[*frozen],
             # A scripted model cannot be watched, so it is walked again each time.
             unknown=any(model.scripted for model in models),
         )
         self._tensors = [*currents.values(), *more]
         # Notices what ends the plan; ``watch`` also notices sources of copies that were replaced.
-        self._ending: Watch = self._watching(self._tensors)
+        self._ending: Watch = self._watching(self._tensors, tables=self._tables)
         self.watch: Watch = self._ending
         self._has_copies = not copies.pairs
 
@@ -333,7 +325,8 @@ class Plan(Watched):
         places += [(registry, key) for registry, key, _ in self._copies.pairs]
         copies = [table[key] for table, key in places if table.get(key) is not None]
         # The tables are watched too: a forward may replace a buffer by one with the same metadata.
-        self.watch = self._watching([*self._tensors, *copies], tables=[row[0] for row in places])
+        tables = [*self._tables, *(table for table, _ in places)]
+        self.watch = self._watching([*self._tensors, *copies], tables=tables)
         self._has_copies = True
 
     def step(self, rule: Rule, count: Count) -> bool | Tensor:
