@@ -86,16 +86,16 @@ models built on `torch.nn` and on `modkit.nn`, and compared the results bit by b
 ### torch's own tests
 
 Tests of torch run in the same way, with the names replaced in them and in the models that they share
-(`torch.testing._internal`). They are those of torch 2.6, and come from two smaller repositories:
-[Ascend/pytorch](https://github.com/Ascend/pytorch) has those of the development branch, adapted to a device, and
+(`torch.testing._internal`). They are those of torch 2.6, and come from three smaller repositories:
+[Ascend/pytorch](https://github.com/Ascend/pytorch) has those of the development branch, adapted to a device,
+[MetaX-MACA/mcPytorch](https://github.com/MetaX-MACA/mcPytorch) those of torch 2.4, and
 [yakov-helm/pytorch_exp](https://github.com/yakov-helm/pytorch_exp) those of torch 2.1. Tests that need a device, or something that torch {torch} does not have, fail or are skipped on both sides.
 
 {torch_tests}
 
 {torch_differing}
 
-Not run: torch's own tests of `torch.export`, except for a few, of inductor and of ONNX; tensor parallelism, whose adapted
-tests need the device; and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
+Not run: torch's own tests of inductor and of ONNX; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 

@@ -1,7 +1,7 @@
 """The tests of torch that run with modkit in the place of torch.nn, by area.
 
-They come from torch's repository at 2.6, and from two that are smaller: one has the tests of the
-development branch, adapted to a device, and one those of torch 2.1.
+They come from torch's repository at 2.6, and from three that are smaller: one has the tests of the
+development branch, adapted to a device, one those of torch 2.4, and one those of torch 2.1.
 """
 
 from tests.suites.libraries import Library
@@ -9,8 +9,9 @@ from tests.suites.libraries import Library
 
 _RECENT = "Ascend/pytorch@9e73e708ab9350d203475609f36f8a43f6a0c2ab"
 _OF_2_1 = "yakov-helm/pytorch_exp@c5e2a7738220d39b8602869406a76e2787ac5c6b"
+_OF_2_4 = "MetaX-MACA/mcPytorch@b3db5eed6a6e330133cd3d4b173f8da392aa6bcb"
 _OF_2_6 = "pytorch/pytorch@v2.6.0"
-_VERSIONS = {_RECENT: "development", _OF_2_1: "2.1", _OF_2_6: "2.6"}
+_VERSIONS = {_RECENT: "development", _OF_2_1: "2.1", _OF_2_4: "2.4", _OF_2_6: "2.6"}
 
 
 def _tests(
@@ -60,9 +61,16 @@ _MEMBERS = (
 )
 
 _EXPORT = (
-    *("converter", "db", "draft_export", "experimental", "export", "export_legacy"),
-    *("functionalized_assertions", "lift_unlift", "pass_infra", "passes", "serdes"),
-    *("serialize", "sparse", "swap", "tools", "tree_utils", "unflatten", "verifier"),
+    *("converter", "db", "experimental", "export", "functionalized_assertions", "hop"),
+    *("lift_unlift", "pass_infra", "passes", "serdes", "serialize", "sparse", "tools"),
+    *("tree_utils", "unflatten", "verifier"),
+)
+# The others need a GPU, or compile functions without a module.
+_INDUCTOR = (
+    *("binary_folding", "compiled_autograd", "compiled_optimizers", "control_flow"),
+    *("custom_post_grad_passes", "efficient_conv_bn_eval", "fused_attention", "fx_fusion"),
+    *("group_batch_fusion", "inductor_freezing", "mkldnn_pattern_matcher", "pattern_matcher"),
+    *("split_cat_fx_passes", "standalone_compile", "torchinductor", "unbacked_symints"),
 )
 _NN = (
     *("dropout", "embedding", "init", "load_state_dict", "multihead_attention", "pooling"),
@@ -136,9 +144,20 @@ TORCH_TESTS = (
     ),
     _tests(
         "export",
-        _OF_2_6,
+        _OF_2_4,
         tuple(f"export/test_{name}.py" for name in _EXPORT),
-        {"export/test_export.py": 5, "export/test_sparse.py": 40, "": 3},
+        {"export/test_export.py": 12, "export/test_sparse.py": 40, "": 6},
+    ),
+    _tests(
+        "inductor",
+        _OF_2_4,
+        tuple(f"inductor/test_{name}.py" for name in _INDUCTOR),
+        {
+            "inductor/test_torchinductor.py": 200,
+            "inductor/test_mkldnn_pattern_matcher.py": 24,
+            "inductor/test_compile": 40,
+            "inductor": 8,
+        },
     ),
     _tests(
         "jit",
@@ -156,13 +175,16 @@ TORCH_TESTS = (
             ),
         },
     ),
-    _tests(
-        "nn",
-        _OF_2_6,
-        ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
-        {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
+    *(
+        _tests(
+            "nn",
+            source,
+            ("test_nn.py", *(f"nn/test_{name}.py" for name in _NN)),
+            {"test_nn.py": 5, "nn/test_load_state_dict.py": 1, "": 6},
+        )
+        for source in (_OF_2_4, _OF_2_6)
     ),
-    _tests("modules", _OF_2_6, ("test_modules.py",), {"": 4}),
+    *(_tests("modules", source, ("test_modules.py",), {"": 4}) for source in (_OF_2_4, _OF_2_6)),
     # Only run when it is named, since it needs a GPU.
     _tests(
         "nn-cuda",
