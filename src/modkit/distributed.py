@@ -141,9 +141,8 @@ def _gathered(
     place = torch.distributed.get_rank(process_group) if _is_distributed() else 0
     for name in [name for name, value in values.items() if isinstance(value, _Tensor)]:
         owner = owners[name]
-        received: list[Tensor | None] = [None]
-        if name in own:
-            received = [_full(own[name], errors, is_kept=place in (0, owner))]
+        is_kept = place in (0, owner)
+        received = [_full(own[name], errors, is_kept=is_kept) if name in own else None]
         if owner and place == owner:
             torch.distributed.send_object_list(received, group=process_group, group_dst=0)
         elif owner and place == 0:
@@ -354,8 +353,7 @@ class FullState:
         contents = _gathered(
             "FullState", self._group, lambda: (dict(_flattened(self._ema.state_dict())), {})
         )
-        state: dict[str, Any] = {} if contents is None else _nested(contents[0])
-        return state
+        return {} if contents is None else cast("dict[str, Any]", _nested(contents[0]))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state that :meth:`state_dict` returned; all ranks must call this with it.

@@ -3,7 +3,7 @@
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -88,7 +88,6 @@ def average_checkpoints(
     def fitting(path: Path) -> Checkpoint:
         checkpoint = Checkpoint(path, key=key, prefix=prefix)
         check_match(f"{path} does not fit {files[0]}", shapes, checkpoint.shapes, end="")
-        _check_kinds(path, dtypes, checkpoint.dtypes)
         return checkpoint
 
     for path in files[1:]:
@@ -107,6 +106,12 @@ def average_checkpoints(
             # A running mean is exact for equal values, where a sum of parts is not.
             fraction = shares[index] / total if total else 0.0
             tensor = checkpoint.tensor(name)
+            # A cast to another kind would lose integers or imaginary parts.
+            expected: torch.dtype = getattr(torch, dtypes[name])
+            is_real = tensor.is_floating_point()
+            if (is_real, tensor.is_complex()) != (expected.is_floating_point, expected.is_complex):
+                what = f"{files[index]}: {name} is {tensor.dtype}"
+                raise ValueError(shown(f"{what}, and {expected} in the first file"))
             _add(averages, name, tensor, fraction, device, is_last=index == len(files) - 1)
             if progress is not None:
                 progress((count + done / len(shapes)) / len(files))
@@ -156,20 +161,6 @@ def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[fl
         )
     # The average is the same with the opposite of all weights.
     return [math.copysign(1.0, total) * weight for weight in weights]
-
-
-def _check_kinds(path: Path, expected: Mapping[str, str], dtypes: Mapping[str, str]) -> None:
-    """Raise ValueError if a file has other kinds of dtypes than the first one."""
-    for name, first in expected.items():
-        if _kind(first) != _kind(dtypes[name]):
-            text = f"{path}: {name} is torch.{dtypes[name]}, and torch.{first} in the first file"
-            raise ValueError(shown(text))
-
-
-def _kind(dtype: str) -> str:
-    """Return the kind of a dtype. A cast to another kind loses integers or imaginary parts."""
-    name = dtype.removeprefix("b")
-    return next((kind for kind in ("float", "complex") if name.startswith(kind)), "integer")
 
 
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:

@@ -121,13 +121,8 @@ class Options:
     owner: str = "EMA"
 
     def __post_init__(self) -> None:
-        if not isinstance(cast("object", self.buffers), (str, Mapping)):
-            raise TypeError(
-                f"{self.owner}: buffers must be a policy, or a dict from globs of names to "
-                f"policies, got {self.buffers!r}"
-            )
-        policies = [self.buffers] if isinstance(self.buffers, str) else self.buffers.values()
-        for policy in policies:
+        buffers = self.buffers
+        for policy in buffers.values() if isinstance(buffers, Mapping) else [buffers]:
             check_choice(self.owner, "buffers", policy, get_args(BufferPolicy))
         check_choice(self.owner, "precision", self.precision, PRECISIONS)
         check_choice(self.owner, "on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))

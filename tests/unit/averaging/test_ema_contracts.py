@@ -249,7 +249,7 @@ CONSTRUCTORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": schedules.Equal}, TypeError, "EMA: schedule must be .* got <class .*Equal'>"),
     ({"include": 5}, TypeError, "include"),
     ({"exclude": [nn.Linear(1, 1)]}, TypeError, "exclude"),
-    ({"buffers": 5}, TypeError, "buffers"),
+    ({"buffers": 5}, ValueError, "buffers"),
     ({"decay": 0.999, "schedule": 0.999}, ValueError, "EMA.*decay or schedule, not both"),
     ({"decay": [0.9], "schedule": [schedules.Equal()]}, ValueError, "decay or schedule, not both"),
     ({"decay": []}, ValueError, "decay must not be an empty list"),
