@@ -16,11 +16,11 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 3_539,
+    "averaging": 3_514,
     "files": 2_481,
     "compat": 1_945,
     "nn": 1_393,
-    "top level": 1_499,
+    "top level": 1_497,
     "cli": 1_054,
     "migrations": 964,
     "jit": 895,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 579,
     "optim": 330,
 }
-SUM = 15_706
+SUM = 15_679
 
 
 def is_private(dotted):

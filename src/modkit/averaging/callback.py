@@ -4,7 +4,7 @@ import sys
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, cast
+from typing import Any, Final, Generic
 
 import torch
 from typing_extensions import TypeVar, Unpack
@@ -70,7 +70,7 @@ def end_swap(ema: EMA[Any] | None) -> None:
 
 def check_outside(evaluation: "Evaluation", model: torch.nn.Module, call: str) -> None:
     """Check that training does not start where the model may hold the average."""
-    if evaluation.in_block or any_swapped(model):
+    if evaluation.blocks or any_swapped(model):
         raise RuntimeError(
             f"EMACallback: {call} was called inside evaluating() or applied(), where the model may "
             f"hold the averaged weights. Call {call} outside of the block."
@@ -97,35 +97,26 @@ class Evaluation:
     _is_finalizing = staticmethod(sys.is_finalizing)
 
     def __init__(self) -> None:
-        self._swap: AbstractContextManager[None] | None = None
+        # Between start() and end().
+        self.swap: AbstractContextManager[None] | None = None
         # In the order in which they began. They may end in another one: blocks in generators, in
         # tasks and in threads do.
-        self._open: list[_Block] = []
-
-    @property
-    def in_block(self) -> bool:
-        """True within a block."""
-        return bool(self._open)
+        self.blocks: list[_Block] = []
 
     def start(self, ema: EMA[Any], index: int) -> None:
         """Swap in an average until :meth:`end`; inside a block, its weights take precedence."""
-        if self._swap is None:
-            swap = _swapped(ema, self._open[-1].index if self._open else index)
+        if self.swap is None:
+            swap = _swapped(ema, self.blocks[-1].index if self.blocks else index)
             # Loops often evaluate in inference mode. Tensors made there could not be trained.
             with torch.inference_mode(False), torch.no_grad():
                 swap.__enter__()
-            self._swap = swap
-
-    @property
-    def is_running(self) -> bool:
-        """True between :meth:`start` and :meth:`end`."""
-        return self._swap is not None
+            self.swap = swap
 
     def end(self) -> None:
         """Restore the training weights, also if they were written to, which is a RuntimeError."""
-        swap = self._swap
+        swap = self.swap
         # In this order: leaving raises if the weights were written to, and is not repeated then.
-        self._swap = None
+        self.swap = None
         if swap is not None:
             with torch.inference_mode(False), torch.no_grad():
                 swap.__exit__(None, None, None)
@@ -153,22 +144,22 @@ class Evaluation:
     @critical
     def _begin(self, block: "_Block", model: torch.nn.Module) -> None:
         block.modes = [(module, module.training) for module in model.modules()]
-        self._open.append(block)
+        self.blocks.append(block)
         model.eval()
 
     @critical
     def _end(self, block: "_Block") -> None:
-        if self._is_finalizing() or block not in self._open:
+        if self._is_finalizing() or block not in self.blocks:
             return
-        place = self._open.index(block)
-        if block is self._open[-1]:
+        place = self.blocks.index(block)
+        if block is self.blocks[-1]:
             # By attribute: ``train()`` may be overridden to freeze layers.
             for module, training in block.modes:
                 module.training = training
         else:
             # The block that began inside this one goes on, and restores these modes when it ends.
-            self._open[place + 1].modes += block.modes
-        del self._open[place]
+            self.blocks[place + 1].modes += block.modes
+        del self.blocks[place]
 
     def __getstate__(self) -> dict[str, Any]:
         # ``EMA`` gives the copy of a model its training weights, so nothing is swapped in there.
@@ -292,10 +283,9 @@ class HooksOfEvaluation(BlocksOfEvaluation[ModelT_co]):
         if ema is not None:
             self._evaluation.start(ema, self.index)
 
-    def _evaluated(self, *args: Any) -> EMA[Any] | None:
+    def _evaluated(self, *args: Any) -> Any:
         """Return the averages of the model that a hook is called for, if there are any."""
-        averages: EMA[Any] | None = self.ema
-        return averages
+        return self.ema
 
     def on_validation_end(self, *args: object, **kwargs: object) -> None:
         """Restore the training weights; without effect outside an evaluation.
@@ -394,12 +384,6 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
         swap_to_average_at_end: bool = False,
         **options: Unpack[EMAOptions],
     ) -> None:
-        if not isinstance(cast("object", model), torch.nn.Module):
-            raise TypeError(
-                f"EMACallback: model must be a torch.nn.Module, got {type(model).__name__}. For a "
-                "Trainer, which passes its model itself, use the EMACallback of "
-                "modkit.integrations.lightning or modkit.integrations.transformers"
-            )
         self.ema = average_of(model, decay, options)
         self.ema._engine.check_index(index)
         self.index = index
@@ -409,7 +393,6 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
         # An empty sequence is as None: the loop calls ``step()`` itself.
         given = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         optimizers = [optimizer for optimizer in given if optimizer is not None]
-        self._attached = bool(optimizers)
         if optimizers:
             self.ema.attach(*optimizers)
 
@@ -428,7 +411,7 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
             ValueError: If a schedule returns a decay outside of [0, 1]; in the first update also if
                 ``trainable_only=True`` and no parameter requires gradients.
         """
-        if not self._attached:
+        if not self.ema._steps.optimizers:
             self.ema.update()
 
     def on_train_batch_end(self, *args: object, **kwargs: object) -> None:
@@ -487,10 +470,6 @@ class EMACallback(HooksOfEvaluation[ModelT_co]):
             RuntimeError: If the model holds an average.
         """
         self.ema.load_state_dict(state_dict, step=step)
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A copy has no optimizer.
-        return {**vars(self), "_attached": False}
 
 
 publish("modkit", EMACallback)

@@ -380,7 +380,7 @@ class EMACallback(HooksOfEvaluation[Any], Callback):
 
     def _before_restore(self) -> None:
         """Take the average out of the model, into which a tuner is about to load what it saved."""
-        self._interrupted = self._evaluation.is_running
+        self._interrupted = self._evaluation.swap is not None
         self._evaluation.end()
         end_swap(self.ema)
 

@@ -390,7 +390,7 @@ class EMACallback(BlocksOfEvaluation[Any], TrainerCallback):
         ema = self._averages_of(model)
         self._prepare_evaluation(ema)
         # predict() calls evaluation_loop(), and the user may evaluate inside ema.applied().
-        chosen = self._evaluation.in_block or any_swapped(model)
+        chosen = bool(self._evaluation.blocks) or any_swapped(model)
         with nullcontext() if ema is None or chosen else ema.applied(index=self.index):
             yield
 

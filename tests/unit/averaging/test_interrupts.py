@@ -211,7 +211,7 @@ def test_every_line_of_an_evaluation_may_raise(place: str, first: bool) -> None:
         number += 2 if number else 1 + first
 
         assert all(module.training for module in evaluation.model.modules())
-        assert not evaluation._evaluation.in_block
+        assert not evaluation._evaluation.blocks
         assert [look(evaluation, model) for model in models.values()] == [1.5, 1.5]
         assert [model[0].weight[0, 0].item() for model in models.values()] == [2.0, 2.0]
     assert lines > 90

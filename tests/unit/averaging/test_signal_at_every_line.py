@@ -112,7 +112,7 @@ class Run:
 
     def statistics(self) -> None:
         """Compute the statistics of the average."""
-        self.callback.update_bn(self.batches)
+        self.callback.ema.update_bn(self.batches)
 
     def own_statistics(self) -> None:
         """Compute the statistics of the network itself."""
@@ -138,7 +138,7 @@ class Run:
             "modes": [module.training for module in self.net.modules()],
             "momentum": self.net[1].momentum,
             "swaps": len(active_swaps),
-            "open": len(self.callback._evaluation._open),
+            "open": len(self.callback._evaluation.blocks),
             "bindings": len(BINDINGS),
             "grad": torch.is_grad_enabled(),
             "inference": torch.is_inference_mode_enabled(),
