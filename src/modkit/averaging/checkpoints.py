@@ -106,12 +106,7 @@ def average_checkpoints(
             # A running mean is exact for equal values, where a sum of parts is not.
             fraction = shares[index] / total if total else 0.0
             tensor = checkpoint.tensor(name)
-            # A cast to another kind would lose integers or imaginary parts.
-            expected: torch.dtype = getattr(torch, dtypes[name])
-            is_real = tensor.is_floating_point()
-            if (is_real, tensor.is_complex()) != (expected.is_floating_point, expected.is_complex):
-                what = f"{files[index]}: {name} is {tensor.dtype}"
-                raise ValueError(shown(f"{what}, and {expected} in the first file"))
+            _check_kind(files[index], name, tensor.dtype, getattr(torch, dtypes[name]))
             _add(averages, name, tensor, fraction, device, is_last=index == len(files) - 1)
             if progress is not None:
                 progress((count + done / len(shapes)) / len(files))
@@ -161,6 +156,12 @@ def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[fl
         )
     # The average is the same with the opposite of all weights.
     return [math.copysign(1.0, total) * weight for weight in weights]
+
+
+def _check_kind(path: Path, name: str, dtype: torch.dtype, first: torch.dtype) -> None:
+    """Raise ValueError where a cast to the first file's dtype loses integers or complex parts."""
+    if (dtype.is_floating_point, dtype.is_complex) != (first.is_floating_point, first.is_complex):
+        raise ValueError(shown(f"{path}: {name} is {dtype}, and {first} in the first file"))
 
 
 def cast(name: str, average: Tensor, first: str, dtype: torch.dtype | None) -> Tensor:
