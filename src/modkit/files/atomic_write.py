@@ -21,8 +21,11 @@ from modkit.files.operating_system import AnyPath, copy_owner, flush, flush_fold
 # closed.
 _STALE_AFTER: Final = 24 * 3600
 # Why a file cannot be replaced, and what to do.
-_MOUNTED: Final = "a mounted file cannot be replaced: mount its folder instead"
-IN_USE: Final = (
+_MOUNTED: Final = (
+    "a mounted file cannot be replaced: mount its folder instead, or write into it with "
+    "save_checkpoint(..., atomic=False)"
+)
+_IN_USE: Final = (
     "Windows does not replace a file that is open or mapped into memory: delete tensors of "
     "load_checkpoint(mmap=True), close other readers, or save to another path"
 )
@@ -139,7 +142,7 @@ def _replace(target: Path, unfinished: Path) -> None:
             error.strerror = f"{error.strerror}; {_MOUNTED}"
         elif error.errno == errno.EACCES:
             # EPERM is that of another user's file in a folder with the sticky bit.
-            error.strerror = f"{error.strerror}; {IN_USE}"
+            error.strerror = f"{error.strerror}; {_IN_USE}"
         raise
 
 

@@ -5,10 +5,8 @@ others use for their options, and numbers and small arrays of NumPy, its random 
 """
 
 import argparse
-import enum
 import io
 import pickle
-from collections import deque
 from collections.abc import Iterator, Mapping, Set as AbstractSet
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final
@@ -21,15 +19,9 @@ from modkit.files.inert import VALUES, read_pickle
 from modkit.files.zip_archive import Archive
 
 
-# The kinds and sizes of NumPy's numbers; the limits of pickles refuse all others.
-_NUMBERS: Final = (
-    *("b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"),
-    *("f2", "f4", "f8", "c8", "c16"),
-)
 # The errors of pickle for an object that cannot be written.
 REFUSALS: Final = (pickle.PicklingError, TypeError, AttributeError)
 _NAMED: Final = (type, FunctionType, BuiltinFunctionType)
-_CONTAINERS: Final = (dict, list, deque)
 
 
 def readable_names(names: AbstractSet[str]) -> dict[str, Any]:
@@ -143,12 +135,6 @@ def _refusal(entry: Any) -> str:
     advice = f"save dicts, lists, tuples, sets, strings, bytes, numbers and tensors, or {allow}"
     if isinstance(entry, torch.Tensor):
         advice = f"save a plain tensor, such as its as_subclass(torch.Tensor), or {allow}"
-    elif isinstance(entry, _CONTAINERS):
-        advice = "save a dict or a list of its entries"
-    elif isinstance(entry, enum.Enum):
-        advice = "save its value"
-    elif getattr(getattr(entry, "dtype", None), "str", " ")[1:] in _NUMBERS:
-        advice = "save torch.from_numpy(array)"
     elif not is_named:
         known = (hint for attribute, hint in _ADVICE.items() if hasattr(entry, attribute))
         advice = next(known, advice)

@@ -5,11 +5,9 @@ Other files are verified, then read by ``torch.load(weights_only=True)``. Neithe
 the file.
 """
 
-import errno
 import io
 import os
 import pickle
-import threading
 import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -18,7 +16,6 @@ from typing import IO, Any, Final, cast
 
 import torch
 
-from modkit._messages import add_note
 from modkit._namespace import publish
 from modkit._upstream import (
     allowed_by_user,
@@ -30,7 +27,7 @@ from modkit._upstream import (
     tensors_are_fake,
 )
 from modkit.errors import FileError, shown
-from modkit.files.atomic_write import IN_USE, atomic_write
+from modkit.files.atomic_write import atomic_write
 from modkit.files.checkpoint_values import REFUSALS, check_readable, readable_names, refused
 from modkit.files.inert import Content
 from modkit.files.operating_system import PATH_TYPES, AnyPath, path_of
@@ -42,15 +39,7 @@ from modkit.files.zip_archive import MOST_TEXT, Archive, file_of, open_source, r
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
-# A handler of a signal may save while its thread does; after a fork, no other thread holds it.
-_lock = threading.RLock()
 _OF_SCRIPTS: Final = "torch._C.ScriptObject"
-_CRC_OPTIONS: Final[list[bool]] = []
-# Errors of a file that may be written to, but not replaced.
-_NOT_REPLACED: Final = {errno.EACCES, errno.EBUSY, errno.EPERM, errno.EROFS}
-_IN_PLACE: Final = (
-    "The file is writable: save_checkpoint(..., atomic=False) writes into it, not atomically."
-)
 
 
 @never_compiled
@@ -78,8 +67,7 @@ def save_checkpoint(
             The text says where it is, and what to save instead. Nothing is written. Also for a file
             that is open as text, and if the arguments are swapped.
         ValueError: If the checkpoint has more than 128 MB without its tensors.
-        OSError: If the file cannot be written, with ``errno`` and the path. A note says if
-            ``atomic=False`` would help.
+        OSError: If the file cannot be written, with ``errno`` and the path.
         AttributeError: If ``path`` is neither a path nor a file.
 
     Example:
@@ -93,21 +81,13 @@ def save_checkpoint(
         _write_in_place(checkpoint, path)
         return
 
-    try:
-        with atomic_write(path) as unfinished, checksums_on():
-            _save_readable(checkpoint, unfinished)
-    except OSError as error:
-        file = Path(os.fsdecode(path))
-        # Writing into a file that is mapped would change tensors, so it is not advised.
-        may_help = error.errno in _NOT_REPLACED and IN_USE not in str(error)
-        if may_help and file.is_file() and os.access(file, os.W_OK):
-            add_note(error, _IN_PLACE)
-        raise
+    with atomic_write(path) as unfinished, _checksums_on():
+        _save_readable(checkpoint, unfinished)
 
 
 def write_checkpoint(content: object, path: AnyPath) -> None:
     """Write any object that ``torch.save`` can write, but atomically and always with checksums."""
-    with atomic_write(path) as unfinished, checksums_on():
+    with atomic_write(path) as unfinished, _checksums_on():
         torch.save(content, unfinished)
 
 
@@ -135,14 +115,14 @@ def _write_in_place(content: object, target: Any) -> None:
     """Write into an open file, or into a path as it is, once the content is complete."""
     path = Path(os.fsdecode(target)) if isinstance(target, PATH_TYPES) else None
     buffer = io.BytesIO()
-    with checksums_on():
+    with _checksums_on():
         if not path and not callable(getattr(target, "write", None)):
             if isinstance(target, Mapping):
                 raise TypeError("save_checkpoint(): got a path first; pass (checkpoint, path)")
             torch.save(content, cast("Any", target))  # raises torch's error
         _save_readable(content, buffer)
 
-    opened: Any = path.open("wb", buffering=0) if path else nullcontext(target)
+    opened: Any = path.open("wb") if path else nullcontext(target)
     try:
         # The traceback of an error keeps the view, and the buffer could not be closed before it.
         with buffer.getbuffer() as unwritten, opened as file:
@@ -159,27 +139,15 @@ def _write_in_place(content: object, target: Any) -> None:
         raise
 
 
-def _renew_lock() -> None:
-    global _lock  # noqa: PLW0603
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
-
-
 @contextmanager
-def checksums_on() -> Generator[None]:
-    """Make torch write checksums in a block; blocks of several threads may overlap."""
-    with _lock:
-        _CRC_OPTIONS.append(torch.serialization.get_crc32_options())
-        torch.serialization.set_crc32_options(True)
+def _checksums_on() -> Generator[None]:
+    """Make torch write checksums in a block, as it does unless the user has turned them off."""
+    option = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
     try:
         yield
     finally:
-        with _lock:
-            # All but the first entry are True, so the last block to end restores the user's option.
-            torch.serialization.set_crc32_options(_CRC_OPTIONS.pop())
+        torch.serialization.set_crc32_options(option)
 
 
 @never_compiled

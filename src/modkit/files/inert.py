@@ -24,7 +24,6 @@ from modkit.errors import FileError
 from modkit.files.pickle_limits import (
     CLASS_COST,
     BoundedUnpickler,
-    UnknownInstructionError,
     check_depth,
     collector_paused,
 )
@@ -55,26 +54,14 @@ _ALIASES: Final = dict(
 )
 _MOST_DIMENSIONS: Final = 64
 _LONGEST_LOCATION: Final = 99
-# The kind of error for a pickle with instructions that are not known here.
-UNREAD: Final = "unread pickle"
 
 
 # What all files share has no ``__dict__`` and no state, which a pickle could set.
 class Constant(str):
-    """A dtype, a device or a layout of torch, by its ``repr``."""
+    """A dtype of torch, by its ``repr``."""
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-class Shape(tuple[int, ...]):
-    """A ``torch.Size``."""
-
-    __slots__ = ()
-
-    def __new__(cls, sizes: Any = ()) -> Self:
-        """Make one of at most 64 numbers."""
-        return super().__new__(cls, _sizes(sizes))
 
 
 class Function(NamedTuple):
@@ -241,10 +228,6 @@ def _dtype(value: Any) -> str:
     return name
 
 
-def _layout(name: Any) -> Constant:
-    return Constant(name[:40])
-
-
 def _tensor_of_dtype(*description: Any) -> InertTensor:
     """Describe a tensor with a dtype of its own, as ``torch._utils._rebuild_tensor_v3``."""
     dtype, *bits = description[6:]
@@ -259,14 +242,9 @@ def _of_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Describe a tensor of a subclass, as ``torch._tensor._rebuild_from_type_v2``."""
     # Other functions have costs that were not paid.
     is_plain = isinstance(function, Function) and function.function in {_tensor, _tensor_of_dtype}
-    if not is_plain and not _REBUILDS.fullmatch(getattr(function, "name", "")):
+    if not is_plain and not _OF_TORCH.fullmatch(getattr(function, "name", "")):
         raise pickle.UnpicklingError("a tensor is made by another function than those of torch")
     return function(*args)
-
-
-def _device(kind: str, index: int | None = None) -> Constant:
-    name = f"type={kind[:20]!r}"
-    return Constant(f"device({name})" if index is None else f"device({name}, {index=})")
 
 
 def _empty_dict() -> OrderedDict[Any, Any]:
@@ -292,7 +270,7 @@ _PLAIN_NAMES: Final[dict[str, Any]] = {
     "torch._utils._rebuild_tensor_v3": Function(_tensor_of_dtype),
     "torch._utils._rebuild_parameter": Function(_parameter),
     **{f"torch.{dtype}": Constant(f"torch.{dtype}") for dtype in ITEM_SIZES},
-    "torch.Size": Shape,
+    "torch.Size": Function(_sizes),
     "torch.storage.UntypedStorage": StorageKind("uint8"),
     "collections.OrderedDict": Function(_empty_dict),
 }
@@ -301,8 +279,6 @@ _NAMES: Final[dict[str, Any]] = {
     "torch._utils._rebuild_tensor": Function(_tensor),
     "torch._utils._rebuild_parameter_with_state": Function(_parameter),
     "torch._tensor._rebuild_from_type_v2": Function(_of_subclass),
-    "torch.device": Function(_device),
-    "torch.serialization._get_layout": Function(_layout),
     "builtins.set": set,
     "builtins.complex": complex,
     "builtins.bytes": Function(_empty_bytes),
@@ -311,8 +287,10 @@ _NAMES: Final[dict[str, Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "_codecs.encode": Function(_encoded),
 }
-# What else torch makes of storages; it is listed by these names.
-_REBUILDS: Final = re.compile(r"torch\._utils\._rebuild_\w+|torch\.per_\w+")
+# What else torch reads; it is listed by these names.
+_OF_TORCH: Final = re.compile(
+    r"torch\.(_utils\._rebuild_\w+|per_\w+|device|serialization\._get_layout)"
+)
 # Classes of Python that a pickle may hold as values. To call them could take any time and memory.
 VALUES: Final[dict[str, Any]] = {
     f"builtins.{name}": getattr(builtins, name)
@@ -351,7 +329,9 @@ class Content:
     def foreign(self) -> list[str]:
         """The names of classes and functions that ``load_checkpoint`` may not read."""
         known = {*_OF_NUMPY, *VALUES}
-        return [name for name in self.classes if name not in known and not _REBUILDS.match(name)]
+        return [
+            name for name in self.classes if name not in known and not _OF_TORCH.fullmatch(name)
+        ]
 
     @property
     def has_items(self) -> bool:
@@ -439,8 +419,9 @@ class _Reader:
         self.content.names.add(full)
         if full in self._names:
             return self._names[full]
-        dtype = storage_dtype(name) if name.endswith("Storage") else None
-        if dtype is not None and module in {"torch", "torch.cuda"}:
+        element = name.removesuffix("Storage").lower()
+        dtype = _ALIASES.get(element, element)
+        if module in {"torch", "torch.cuda"} and name.endswith("Storage") and dtype in ITEM_SIZES:
             return StorageKind(dtype)
 
         classes = self.content.classes
@@ -487,13 +468,6 @@ class _BoundedReader(_Reader, BoundedUnpickler):
     """The unpickler with limits, for all others."""
 
 
-def storage_dtype(kind: str) -> str | None:
-    """Return the name of the dtype of a class of storages, as ``FloatStorage``, or None."""
-    name = kind.removesuffix("Storage").lower()
-    name = _ALIASES.get(name, name)
-    return name if name in ITEM_SIZES else None
-
-
 def read_pickle(data: bytes, what: str, members: int = 0) -> Content:
     """Return the content of a pickle with placeholders.
 
@@ -513,8 +487,6 @@ def read_pickle(data: bytes, what: str, members: int = 0) -> Content:
         refused = f"{what} cannot be read as a checkpoint"
         try:
             return _BoundedReader(_NAMES, data, members).read_content()
-        except UnknownInstructionError as error:
-            raise FileError(f"{refused}: {error}", UNREAD) from error
         # Functions get the arguments that the file has.
         except Exception as error:
             reason = str(error).partition("\n")[0][:500] or type(error).__name__

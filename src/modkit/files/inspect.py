@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from modkit.errors import FileError
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
-from modkit.files.inert import UNREAD, InertTensor
+from modkit.files.inert import InertTensor
 from modkit.files.kinds import check_facts, compare_digests, parse_digest
 from modkit.files.safetensors_files import SafetensorsFile
 from modkit.files.tensor_files import (
@@ -136,12 +136,7 @@ def inspect(path: str | os.PathLike[str], *, hashed: bool = True) -> FileInfo:
         info = FileInfo(os.fspath(path), kind, size, digest)
 
         if kind in {kinds.TORCH_SAVE, kinds.LEGACY}:
-            try:
-                return _of_torch_save(TorchFile(descriptor, str(file)), info)
-            except FileError as error:
-                if error.kind != UNREAD:
-                    raise
-                return replace(info, note=f"{error}; {kinds.ADVICE[kinds.PICKLE]}")
+            return _of_torch_save(TorchFile(descriptor, str(file)), info)
         if kind in _ARCHIVES:
             members = Archive(descriptor, str(file)).members.items()
             return replace(

@@ -1,13 +1,8 @@
 """The kind of a file, from its first bytes and its members. No code is executed."""
 
-import contextlib
 import hashlib
-import io
-import pickletools
 import re
-import warnings
 from collections.abc import Callable, Collection
-from itertools import islice
 from typing import Final
 
 from modkit.errors import FileError, printable
@@ -58,10 +53,12 @@ _PACKERS: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z
 _TAR_MARK: Final = b"ustar"
 _TAR_MARK_PLACE: Final = 257
 _LFS: Final = "version https://git-lfs"
-# The first object of the pickles that torch.save wrote before torch 1.6.
-_LEGACY_MAGIC: Final = 0x1950A86A20F9469CFC6C
-_IMPORTS: Final = {"GLOBAL", "STACK_GLOBAL", "INST"}
-_CALLS: Final = {"REDUCE", "INST", "OBJ", "NEWOBJ", "NEWOBJ_EX", "BUILD"}
+# The first object of the pickles that torch.save wrote before torch 1.6: a number of ten bytes. The
+# instructions for the protocol and for a frame may be before it.
+_LEGACY_MAGIC: Final = b"\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
+_MAGIC_END: Final = 2 + 9 + len(_LEGACY_MAGIC)
+# Those that begin with their number.
+_PROTOCOLS: Final = {b"\2", b"\3", b"\4", b"\5"}
 
 
 def kind_of(source: int | bytes) -> str:
@@ -87,9 +84,8 @@ def kind_of(source: int | bytes) -> str:
     # A JSON header after its length.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= MOST_JSON:
         return SAFETENSORS
-    kind = _kind_of_pickle(head)
-    if kind is not None:
-        return kind
+    if head[:1] == b"\x80" and head[1:2] in _PROTOCOLS:
+        return LEGACY if _LEGACY_MAGIC in head[:_MAGIC_END] else PICKLE
     # The last character may be cut off. Surrogates are not printable.
     if len(head) == _HEAD:
         head = head[:-3]
@@ -145,34 +141,6 @@ def first_line(source: int | bytes) -> str:
     begin = f"it begins with {printable(lines[0][:60] if lines else '')!r}"
     is_pointer = bool(lines) and lines[0].startswith(_LFS)
     return f"{begin}: a Git LFS pointer; `git lfs pull` downloads the file" if is_pointer else begin
-
-
-def _kind_of_pickle(head: bytes) -> str | None:
-    """Return the kind of bytes that begin like a pickle, or would execute code if unpickled."""
-    names: list[str] = []
-    with warnings.catch_warnings():
-        # pickletools warns of invalid escapes in strings.
-        warnings.simplefilter("ignore")
-        with contextlib.suppress(ValueError):
-            for instruction, argument, _ in islice(pickletools.genops(head), 10_000):
-                name = instruction.name
-                # The letters of a text are instructions of protocol 0, but not a valid sequence.
-                imported = re.split("[ .]", str(argument)) if name in {"GLOBAL", "INST"} else ()
-                has_no_mark = name == "INST" and "MARK" not in names
-                if has_no_mark or not all(map(str.isidentifier, imported)):
-                    break
-                if argument == _LEGACY_MAGIC and len(names) < 3:
-                    return LEGACY
-                names.append(name)
-
-        runs_code = not (_IMPORTS.isdisjoint(names) or _CALLS.isdisjoint(names))
-        if runs_code or (head.startswith(b"\x80") and len(names) >= 3):
-            return PICKLE
-        # pickletools raises IndexError for a mark that POP has taken.
-        with contextlib.suppress(ValueError, IndexError):
-            pickletools.dis(head, io.StringIO())
-            return PICKLE
-    return None
 
 
 def parse_digest(sha256: str) -> str:

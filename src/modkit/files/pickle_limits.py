@@ -79,10 +79,6 @@ def collector_paused() -> Generator[None]:
             gc.enable()
 
 
-class UnknownInstructionError(pickle.UnpicklingError):
-    """A pickle has an instruction that torch's readers do not have."""
-
-
 class BoundedUnpickler(pickle._Unpickler):
     """The unpickler of the standard library that is written in Python, with limits.
 
@@ -141,9 +137,7 @@ class _Instructions:
 
     def __getitem__(self, code: int) -> Callable[[Any], None]:
         if code not in _RUN:
-            if code not in _CODES:
-                raise pickle.UnpicklingError(f"{code:#x} is not an instruction")
-            raise UnknownInstructionError(f"it has {_CODES[code]}, which is not read here")
+            raise pickle.UnpicklingError(f"it has {_CODES.get(code, hex(code))}, which is not read")
         run, cost = _RUN[code]
         self._unpickler.has_later |= _CODES[code] in _LATER
         if cost:

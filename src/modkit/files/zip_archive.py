@@ -121,18 +121,9 @@ def open_source(file: AnyPath | IO[bytes]) -> Generator[tuple[int | bytes, str]]
 
 
 def content_of(file: Any) -> bytes:
-    """Return the content of an open file from its position on.
+    """Return the content of an open file from its position on; TypeError if it is open as text.
 
     At the end of a file, such as one that was just written, it is read from its start.
-
-    Args:
-        file: File that is open for reading bytes.
-
-    Returns:
-        The bytes that were read.
-
-    Raises:
-        TypeError: If the file is open as text.
     """
     content = file.read()
     if not content and hasattr(file, "seekable") and file.seekable() and file.tell():

@@ -11,7 +11,6 @@ from modkit import average_checkpoints
 from modkit.averaging import checkpoints
 from modkit.errors import FileError
 from modkit.files import zip_archive
-from modkit.files.checkpoints import checksums_on
 from tests.cases import for_each
 
 
@@ -59,17 +58,6 @@ def test_names_that_are_numbers_are_refused(tmp_path) -> None:
     """The state of an optimizer is not a state dict of a model."""
     with pytest.raises(ValueError, match="0 is not the name of a tensor"):
         average_checkpoints(saved(tmp_path, [{0: torch.ones(1)}]))
-
-
-def test_tied_tensors_stay_tied(tmp_path) -> None:
-    """Names that are one tensor in all files are one in the result, a part is its own."""
-    found = average_checkpoints(saved(tmp_path, [tied(1.0), tied(3.0)]))
-
-    assert found["head"] is found["embed"]
-    assert found["embed"].tolist() == [[2.0, 2.0]] * 4
-    assert found["part"].tolist() == [[2.0, 2.0]] * 2
-    assert found["part"].untyped_storage().data_ptr() != found["embed"].untyped_storage().data_ptr()
-    assert list(found) == ["embed", "part", "head"]
 
 
 def test_a_state_dict_of_an_allowed_class(tmp_path) -> None:
@@ -151,21 +139,6 @@ def test_a_file_that_is_replaced_meanwhile_is_compared_again(tmp_path, monkeypat
 
     with pytest.raises(ValueError, match=r"1\.pt does not fit .*1 missing: w"):
         average_checkpoints(paths)
-
-
-def test_writers_that_overlap_leave_the_option_as_it_was() -> None:
-    """Checksums are written inside of all blocks, and torch's option is the caller's after the last."""
-    torch.serialization.set_crc32_options(False)
-    try:
-        with checksums_on():
-            with checksums_on():
-                inner = torch.serialization.get_crc32_options()
-            outer = torch.serialization.get_crc32_options()
-        after = torch.serialization.get_crc32_options()
-    finally:
-        torch.serialization.set_crc32_options(True)
-
-    assert (inner, outer, after) == (True, True, False)
 
 
 def test_a_shared_storage_is_read_once(tmp_path, monkeypatch) -> None:

@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
         "torch.optim.sgd.SGD",
         "save its state_dict()",
     ),
-    "enumeration": (Color.RED, f"{__name__}.Color", "save its value"),
+    "enumeration": (Color.RED, f"{__name__}.Color", PLAIN),
     "object": (Options(), f"{__name__}.Options", PLAIN),
     "class": (Options, f"{__name__}.Options", PLAIN),
     "named tuple": (Point(1), f"{__name__}.Point", PLAIN),
@@ -136,7 +136,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "default dict": (
         collections.defaultdict(list),
         "collections.defaultdict",
-        "save a dict or a list of its entries",
+        PLAIN,
     ),
     "memory format": (torch.channels_last, "torch.memory_format", PLAIN),
     "ellipsis": (..., "builtins.ellipsis", PLAIN),

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import shutil
-import threading
 import warnings
 import zipfile
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch import nn
 import modkit
 from modkit.errors import FileError
 from modkit.files import inspect, verify
-from modkit.files.checkpoints import checksums_on
 from modkit.files.tensor_files import Checkpoint
 from tests.cases import for_each
 from tests.unit.cli.command_line import invoke
@@ -322,25 +320,6 @@ def test_faults_that_happen_once(text: str, tmp_path: Path, monkeypatch) -> None
     assert caught.value.errno == (116 if "opened" in text else errno.EIO)
     assert caught.value.filename == str(tmp_path / "last.pt")
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_handler_may_save_during_a_save(tmp_path: Path) -> None:
-    """The lock of the option is re-entrant, and new in a forked process."""
-    with checksums_on():
-        thread = threading.Thread(target=modkit.save_checkpoint, args=({}, tmp_path / "a.pt"))
-        modkit.save_checkpoint({}, tmp_path / "b.pt")
-        thread.start()
-        thread.join(10)
-    assert not thread.is_alive()
-
-    from modkit.files import checkpoints
-
-    with checkpoints._lock, checkpoints._lock:
-        child = os.fork()
-        if not child:
-            taken = checkpoints._lock.acquire(timeout=5)
-            os._exit(0 if taken else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit", "ignore:Lite Interpreter")
