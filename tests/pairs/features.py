@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from unittest import mock
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed import checkpoint
 
 import modkit
 from modkit import distributed, jit, migrations
@@ -197,7 +199,7 @@ class UpdateBn(Applied):
         }
 
 
-@feature("export_average", "average", "writes")
+@feature("export_average", "average", "writes", "ranks together")
 class Export(Update):
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:
@@ -219,6 +221,23 @@ class State(Update):
         modkit.save_checkpoint({"ema": state}, path)
         other = modkit.EMA(world.fresh(), DECAY, **world.situation.options)
         other.load_state_dict(modkit.load_checkpoint(path)["ema"])
+        assert (other.step, other.n_averaged) == (subject.step, subject.n_averaged)
+        yield dict(other.named_averages())
+
+
+@feature("load_averages", "average", "writes", "ranks together")
+class LoadAverages(State):
+    """A distributed checkpoint, which all ranks write."""
+
+    @contextlib.contextmanager
+    def view(self, world: World, subject: Any) -> Iterator[Shown]:
+        folder = world.shared / "averages"
+        other = modkit.EMA(world.fresh(), DECAY, **world.situation.options)
+        with warnings.catch_warnings():
+            # Of one rank, and of an earlier run.
+            warnings.filterwarnings("ignore", ".*assuming the intent|.*Detected an existing")
+            checkpoint.save({"ema": subject}, checkpoint_id=folder)
+        distributed.load_averages(other, folder)
         assert (other.step, other.n_averaged) == (subject.step, subject.n_averaged)
         yield dict(other.named_averages())
 
@@ -334,6 +353,18 @@ class SwaModel(Feature):
 
     def own(self, subject: Any) -> Mapping[str, torch.Tensor]:
         return dict(subject.state_dict())
+
+
+@feature("state of AveragedModel", "model", "average", "state")
+class SwaState(SwaModel):
+    @contextlib.contextmanager
+    def view(self, world: World, subject: Any) -> Iterator[Shown]:
+        other = AveragedModel(
+            world.fresh(), multi_avg_fn=get_ema_multi_avg_fn(DECAY), **world.situation.options
+        )
+        other.load_state_dict(world.situation.passed(world, subject.state_dict()))
+        assert int(other.n_averaged) == world.step
+        yield world.situation.unwrapped(other.module)
 
 
 # Loading, files and commands: they show the weights of the training.

@@ -877,8 +877,8 @@ def answer(connection: Any) -> None:
     from tests.pairs.features import FEATURES
 
     while True:
-        action, *arguments = connection.recv()
         try:
+            action, *arguments = connection.recv()
             if action != "check":
                 world, name, subject = arguments
                 world.situation = SITUATIONS["plain"]

@@ -118,6 +118,13 @@ def lightning_module() -> Any:
     return vars(sys.modules[__name__]).setdefault("Module", Module)
 
 
+def __getattr__(name: str) -> Any:
+    """Find the class when another process reads a pickle."""
+    if name == "Module":
+        return lightning_module()
+    raise AttributeError(name)
+
+
 @feature("Lightning's EMACallback", "model", "average", "block")
 class Lightning(OfTrainer):
     libraries = ("lightning",)
