@@ -519,10 +519,15 @@ class LoadCheckpoint(Reading):
 class Inspect(Reading):
     def read(self, world: World, path: Path) -> dict[str, Any]:
         command("inspect", path)
-        tensors = modkit.files.inspect(path).tensors
+        found = modkit.files.inspect(path)
+        shapes = {each.name: each.shape for each in found.tensors}
+        for name, value in self.expected(world).items():
+            # A shard.
+            if "rebuild" in str(found.entries.get(f"model.{name}")):
+                shapes[f"model.{name}"] = value.shape
         return {
-            each.name.removeprefix("model."): torch.empty(each.shape, device="meta")
-            for each in tensors
+            name.removeprefix("model."): torch.empty(shape, device="meta")
+            for name, shape in shapes.items()
         }
 
 

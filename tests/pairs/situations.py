@@ -876,16 +876,22 @@ def answer(connection: Any) -> None:
     """Look at objects that another process sends."""
     from tests.pairs.features import FEATURES
 
-    while True:
+    def error() -> str:
         try:
             action, *arguments = connection.recv()
             if action != "check":
                 world, name, subject = arguments
                 world.situation = SITUATIONS["plain"]
                 getattr(world.situation, action)(world, FEATURES[name], subject)
-            connection.send("")
+        except EOFError:
+            raise
         except BaseException:
-            connection.send(traceback.format_exc())
+            return traceback.format_exc()
+        return ""
+
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(error())
 
 
 class Called(Situation):

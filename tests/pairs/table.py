@@ -34,7 +34,7 @@ SOUPS = "average_checkpoints, modkit average"
 LOADERS = "load_state_dict of Module, modkit.load_state_dict, migrations, state of AveragedModel"
 SWA = "AveragedModel, state of AveragedModel"
 TENSORS_ONLY = f"convert, diff, modkit migrate, {SOUPS}"
-SHARDED = "body.weight' is a tensor of a class that wraps others, such as a sharded one"
+SHARDED = "body.weight' is a tensor without plain memory .torch._utils._rebuild_wrapper_subclass"
 REFUSED = [
     ("tensor subclass", "load_checkpoint", "it needs tests.pairs.situations.Tagged, and"),
     (
@@ -106,6 +106,7 @@ NEEDED = {
 CALLED = "the model of the training is called, which changes it"
 ALONE = {
     ("PostHocEMA", "full disk"): "it writes while the model is trained",
+    ("load_averages", "full disk"): "torch writes the folder",
     ("fast_inference", "buffers written in forward"): CALLED,
     ("jit", "buffers written in forward"): CALLED,
 }
@@ -143,7 +144,7 @@ def reason(feature: str, situation: str) -> str | None:
         if place.ranks > 1:
             return "a Trainer starts its own ranks"
     own_model = type(place).build is not Situation.build
-    if feature == "compat" and situation != "plain" and not own_model:
+    if feature == "compat" and situation != "plain" and (place.ranks > 1 or not own_model):
         return "it builds models alone"
     if situation == "DDP, saver of one rank" and "ranks together" in FEATURES[feature].traits:
         return "all ranks write the file together"
