@@ -1,10 +1,10 @@
 """Train runs of several lengths, and compare averages whose windows are parts of the run.
 
-    python examples/decay_sweep.py                  # a table and two pictures, half an hour
+    python examples/decay_sweep.py                  # a table and three pictures, half an hour
     python examples/decay_sweep.py --task digits    # two minutes
 
 Each run is averaged with all windows at once: `sweep.svg`. `average.svg` follows one run on digits,
-averaged with the default. The text are the help pages of Python. Digits need scikit-learn, the
+averaged with the default. `weights.svg` has the weight of each model in an average. The text are the help pages of Python. Digits need scikit-learn, the
 pictures matplotlib: `python -m pip install ".[demo]"`.
 """
 
@@ -32,7 +32,7 @@ PARTS = (0.003, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4)
 RATES = ("constant", "cosine")
 RAW, DEFAULT = "training weights", "default"
 GREY = "#7a7a7a"
-COLORS = ("#3d85d0", "#d9730d", "#2f9e5f")
+COLORS = ("#3d85d0", "#d9730d", "#2f9e5f", "#a45fd0")
 
 
 class Task(NamedTuple):
@@ -232,6 +232,32 @@ def draw_run(losses: dict[str, list[float]], every: int, path: Path) -> None:
     save(figure, path)
 
 
+def draw_weights(n: int, path: Path) -> None:
+    """Draw the weight of each model in averages after n steps, which begin with a copy."""
+    shown = {
+        "Constant(0.999)": schedules.Constant(0.999),
+        "Constant(0.99)": schedules.Constant(0.99),
+        "CountWarmup(0.999)": schedules.CountWarmup(0.999),
+        "Power(sigma_rel=0.1)": schedules.Power(sigma_rel=0.1),
+        "Equal()": schedules.Equal(),
+    }
+    figure = Figure(figsize=(7.0, 3.0), layout="constrained")
+    linear, logarithmic = figure.subplots(1, 2)
+    for color, (label, schedule) in zip((GREY, *COLORS), shown.items(), strict=True):
+        weights = schedules.profile(schedule, n)
+        for axes in linear, logarithmic:
+            axes.plot(range(n + 1), weights, color=color, label=label)
+    first = schedules.profile(0.999, n)[0]
+    linear.annotate(f"{first:.2f} at step 0", (0.08, 0.93), xycoords="axes fraction", color=GREY)
+    linear.set(xlabel="step of the model", ylabel="weight in the average", ylim=(0, 0.013))
+    logarithmic.set(xlabel="step of the model", yscale="log", ylim=(1e-6, 1))
+    for axes in linear, logarithmic:
+        style(axes)
+    linear.get_legend().set_loc("center left")
+    logarithmic.get_legend().remove()
+    save(figure, path)
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a picture without a date, and without spaces at the ends of lines."""
     # Text stays text, and the same data give the same file.
@@ -242,7 +268,7 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def main() -> None:
-    """Run the sweep, print a table, and draw the picture."""
+    """Run the sweep, print a table, and draw the pictures."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--task", choices=STEPS, action="append", help="default: both")
     parser.add_argument("--seeds", type=int, default=3)
@@ -259,6 +285,7 @@ def main() -> None:
             deviation = stdev(losses) if len(losses) > 1 else 0.0
             print(f"  {label:>16}  {mean(losses):.4f} ± {deviation:.4f}", flush=True)
     draw_sweep(rows, options.out / "sweep.svg")
+    draw_weights(1000, options.out / "weights.svg")
     if "digits" in tasks:
         length = STEPS["digits"][1]
         draw_run(follow(length, EPOCH), EPOCH, options.out / "average.svg")

@@ -17,7 +17,7 @@ def threads():
     torch.set_num_threads(before)
 
 
-def test_the_sweep_prints_a_table_and_draws_two_pictures(tmp_path, monkeypatch, capsys):
+def test_the_sweep_prints_a_table_and_draws_pictures(tmp_path, monkeypatch, capsys):
     """Short runs of one task: a loss for the training weights, the default and each window."""
     script = runpy.run_path(str(SCRIPT))
     monkeypatch.setitem(script["STEPS"], "digits", (40, 80))
@@ -30,5 +30,5 @@ def test_the_sweep_prints_a_table_and_draws_two_pictures(tmp_path, monkeypatch, 
     printed = capsys.readouterr().out
     assert "digits, cosine learning rate, 80 steps" in printed
     assert printed.count("training weights") == printed.count("default") == 4
-    for name in "sweep.svg", "average.svg":
+    for name in "sweep.svg", "average.svg", "weights.svg":
         assert "</svg>" in (tmp_path / name).read_text(encoding="utf-8")
