@@ -42,7 +42,6 @@ class Edit(NamedTuple):
     anchor: str
     lines: str
     where: str = "after"
-    file: str = ""
     indent: int | None = None
 
 
@@ -61,7 +60,6 @@ class Script(NamedTuple):
     data: str = ""
     folders: tuple[str, ...] = (".",)
     cwd: str = "."
-    roots: tuple[str, ...] = (".",)
     ema: tuple[Edit, ...] = ()
     resume: tuple[str, ...] = ()
     patches: tuple[Edit, ...] = ()
@@ -203,7 +201,7 @@ def work_tree(script: Script, checkout: Path, folder: Path, edits: Iterable[Edit
     for part in script.folders:
         shutil.copytree(checkout / part, tree / part, ignore=unused, dirs_exist_ok=True)
     for edit in edits:
-        file = tree / (edit.file or script.path)
+        file = tree / script.path
         file.write_text(edited(file.read_text(encoding="utf-8"), edit), encoding="utf-8")
     if script.data:
         getattr(script_data, script.data)(tree / script.cwd)
@@ -237,7 +235,7 @@ def run(
         "record": str(record),
     }
     (tree.parent / "options.json").write_text(json.dumps(options), encoding="utf-8")
-    paths = (*(tree / root for root in script.roots), ROOT, ROOT / "src")
+    paths = (tree, ROOT, ROOT / "src")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")]),

@@ -1,9 +1,7 @@
 """The ways in which a network is spread over processes."""
 
-import contextlib
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
-    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
 )
@@ -29,25 +26,15 @@ Wrap = Callable[[torch.nn.Module, Task], torch.nn.Module]
 class Mode:
     """One way to spread a network.
 
-    With ``same_data`` each process has the whole batch, which is divided into so many ``parts`` of one step;
-    ``ranks`` and ``only`` are the world size and the tasks that it is for.
+    With ``same_data`` each process has the whole batch; ``ranks`` and ``only`` are the world size and the
+    tasks that it is for.
     """
 
     wrap: Wrap
     same_data: bool = False
-    parts: int = 1
     ranks: int | None = None
     only: tuple[str, ...] = ()
     compiled: bool = False
-
-
-def waits_to_synchronize(model: torch.nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """Keep gradients from being exchanged, but for those of the last part of a batch."""
-    if isinstance(model, DistributedDataParallel) and not last:
-        return model.no_sync()
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-    return contextlib.nullcontext()
 
 
 def alone(model: torch.nn.Module, task: Task) -> torch.nn.Module:
@@ -58,9 +45,9 @@ def alone(model: torch.nn.Module, task: Task) -> torch.nn.Module:
 # One copy of the network in each process.
 
 
-def ddp(model: torch.nn.Module, task: Task, **options: Any) -> torch.nn.Module:
+def ddp(model: torch.nn.Module, task: Task) -> torch.nn.Module:
     """Average the gradients of copies."""
-    return DistributedDataParallel(model, **options)
+    return DistributedDataParallel(model)
 
 
 def compiled_ddp(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.Module:
@@ -72,11 +59,11 @@ def compiled_ddp(model: torch.nn.Module, task: Task, backend: str) -> torch.nn.M
 # Forward passes that are done once more in the backward pass.
 
 
-def recompute(model: torch.nn.Module, task: Task, *, reentrant: bool) -> torch.nn.Module:
+def recompute(model: torch.nn.Module, task: Task) -> torch.nn.Module:
     """Put the function that does it in the place of ``forward``, as accelerate does."""
     for path in task.blocks:
         block = model.get_submodule(path)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     return model
 
 
@@ -125,11 +112,6 @@ def tensor_parallel_and_shard(model: torch.nn.Module, task: Task) -> torch.nn.Mo
     return shard(model, task, mesh=mesh["data"])
 
 
-def then(first: Callable[..., torch.nn.Module], second: Wrap, **options: Any) -> Wrap:
-    """Do one after the other."""
-    return lambda model, task: second(first(model, task, **options), task)
-
-
 def given(wrap: Callable[..., torch.nn.Module], **options: Any) -> Wrap:
     """Fix the options."""
     return functools.partial(wrap, **options)
@@ -138,15 +120,11 @@ def given(wrap: Callable[..., torch.nn.Module], **options: Any) -> Wrap:
 MODES: dict[str, Mode] = {
     "alone": Mode(alone, same_data=True),
     "ddp": Mode(ddp),
-    "ddp static": Mode(given(ddp, static_graph=True)),
-    "ddp accumulates": Mode(ddp, parts=2),
-    "ddp recomputes": Mode(then(recompute, ddp, reentrant=False)),
+    "ddp recomputes": Mode(lambda model, task: ddp(recompute(model, task), task)),
     "ddp compiled": Mode(given(compiled_ddp, backend="aot_eager"), compiled=True),
     "fsdp": Mode(shard),
     # The statistics of BatchNorm are buffers, and stay in 32 bits.
     "fsdp bf16": Mode(shard_in_bf16, only=("classes", "held")),
-    "fsdp accumulates": Mode(shard, parts=2),
-    "fsdp recomputes reentrant": Mode(then(recompute, shard, reentrant=True)),
     "fsdp compiled": Mode(given(compiled_shards, backend="aot_eager"), compiled=True),
     "tp": Mode(tensor_parallel, same_data=True),
     "tp and fsdp": Mode(tensor_parallel_and_shard, same_data=True, ranks=4),

@@ -16,9 +16,9 @@ TASK_NAMES = ("layers", "classes", "held")
 TALKING = ("alone", "ddp", "fsdp", "tp")
 # Those that a run of all tests looks at; `nox -s distributed` takes each of them.
 SHORT = [
-    *cases(("classes",), (*TALKING, "ddp accumulates"), ranks=2),
+    *cases(("classes",), TALKING, ranks=2),
     *cases(("layers",), ("fsdp",), ranks=2),
-    *cases(("held",), ("ddp static",), ranks=2),
+    *cases(("held",), ("ddp",), ranks=2),
 ]
 EAGER = tuple(name for name, mode in MODES.items() if not mode.compiled)
 COMPILED = tuple(name for name, mode in MODES.items() if mode.compiled)

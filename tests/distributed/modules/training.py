@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.launcher import run
-from tests.distributed.modules.modes import MODES, Mode, waits_to_synchronize
+from tests.distributed.modules.modes import MODES, Mode
 from tests.distributed.modules.talk import Talk
 from tests.distributed.modules.tasks import TASKS, Task, batch_of
 from tests.helpers import MODKIT, TORCH, Implementation, seed_everything
@@ -65,14 +65,9 @@ def step(model: torch.nn.Module, task: Task, mode: Mode, number: int) -> float:
             for one in range(dist.get_world_size())
         ]
         batch = tuple(torch.cat(column) for column in zip(*parts_of_all, strict=True))
-    total = 0.0
-    parts = list(zip(*(part.chunk(mode.parts) for part in batch), strict=True))
-    for index, (inputs, targets) in enumerate(parts):
-        with waits_to_synchronize(model, last=index == len(parts) - 1):
-            loss = task.loss(model, inputs, targets) / mode.parts
-            loss.backward()
-        total += float(whole(loss.detach()))
-    return total
+    loss = task.loss(model, *batch)
+    loss.backward()
+    return float(whole(loss.detach()))
 
 
 def train(impl: Implementation, task: Task, mode: Mode, *, counted: bool) -> dict[str, Any]:
