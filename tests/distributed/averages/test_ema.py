@@ -149,88 +149,6 @@ def test_an_update_asks_nobody(found: Found) -> None:
     assert costs == dict.fromkeys(costs, (0, 0))
 
 
-def apply(options: dict[str, Any]) -> dict[str, Any]:
-    """Call a model with its average in it and without, in a run and in one of a whole model."""
-    net, plain = split(network(), **options), network()
-    ema, reference, optimizer = average_both(net, plain, 4, decay=0.5)
-    batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(9))
-    seen: list[list[torch.Tensor]] = []
-    for model, average in (net, ema), (plain, reference):
-        model.eval()
-        with torch.no_grad():
-            # The first call leaves full parameters in a model that is not resharded after it.
-            outputs = [model(batch)]
-            with average.applied():
-                outputs.append(model(batch))
-                inside = whole(average.state_dict())
-            outputs.append(model(batch))
-            model.train()
-        seen.append(outputs)
-    raw = state_of(net)
-    take_step(net, optimizer, 4)
-    return {"split": seen[0], "plain": seen[1], "inside": inside["raw"], "raw": raw, "net": net}
-
-
-def apply_all() -> list[dict[str, Any]]:
-    """Check models that are resharded after a forward, and models that are not."""
-    runs = [apply({"reshard_after_forward": after}) for after in (True, False)]
-    for one in runs:
-        one["after"] = state_of(one.pop("net"))
-    return runs
-
-
-def test_a_forward_sees_the_average(found: Found) -> None:
-    """applied() swaps the average in, restores the training weights, and training goes on."""
-    for results in found("forward"):
-        for one in results:
-            before, inside, after = one["split"]
-            assert differing(one["split"], one["plain"]) == []
-            assert torch.equal(before, after)
-            assert not torch.equal(before, inside)
-            assert {name: one["raw"][name] for name in one["inside"]}.keys() == one["inside"].keys()
-            assert not torch.equal(one["after"]["0.weight"], one["raw"]["0.weight"])
-
-
-def break_rules() -> dict[str, str]:
-    """Do what is not allowed inside of applied(), and read how that is refused."""
-    ema = modkit.EMA(split(network()), decay=0.5)
-    optimizer = sgd(ema.model)
-    train(ema, optimizer, 0, 3)
-    raw, average = state_of(ema.model), averages_of(ema)
-    found = {}
-    with ema.applied():
-        with pytest.raises(RuntimeError) as caught:
-            ema.update()
-        found["update"] = str(caught.value)
-    with pytest.raises(ValueError, match="an error of the block"), ema.applied():
-        message = "an error of the block"
-        raise ValueError(message)
-    with pytest.raises(RuntimeError) as caught, ema.applied():
-        take_step(ema.model, optimizer, 3)
-    found["step"] = str(caught.value)
-    ema.store()
-    ema.copy_to()
-    found["copied"] = str(differing(averages_of(ema), {**state_of(ema.model)}))
-    ema.restore()
-    # The step inside has changed the statistics of the normalization, which are not restored.
-    kept = [name for name in raw if not name.startswith("1.running") and "num_" not in name]
-    found["raw"] = str(
-        differing({k: state_of(ema.model)[k] for k in kept}, {k: raw[k] for k in kept})
-    )
-    found["average"] = str(
-        differing({k: averages_of(ema)[k] for k in kept}, {k: average[k] for k in kept})
-    )
-    return found
-
-
-def test_blocks_that_go_wrong_lose_nothing(found: Found) -> None:
-    """After an error, or a step that trains the average, training weights and average are kept."""
-    for seen in found("rules"):
-        assert "was called inside applied()" in seen["update"]
-        assert "was written to inside applied()" in seen["step"]
-        assert (seen["copied"], seen["raw"], seen["average"]) == ("[]", "[]", "[]")
-
-
 def meet_bad_steps() -> dict[str, Any]:
     """Have a weight of one process become infinite for a step, and be a number again."""
     ema = modkit.EMA(split(network()), decay=0.5, on_nonfinite="skip")
@@ -460,8 +378,6 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "kinds": lambda: average_kinds(SHORT),
     "shards": look_at_shards,
     "updates": count_updates,
-    "forward": apply_all,
-    "rules": break_rules,
     "bad steps": meet_bad_steps,
     "stages": skip_in_a_stage,
     "layer of rank 0": skip_beside_a_layer_of_rank_0,

@@ -12,9 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -209,46 +207,4 @@ def compare(names: list[str], folder: Path) -> dict[str, dict[str, dict[str, Any
     return {
         name: {str(impl): outcome(SCENARIOS[name], impl, folder) for impl in (TORCH, MODKIT)}
         for name in names
-    }
-
-
-# Checkpoints, which are loaded at another world size.
-
-
-def save(impl: Implementation, folder: Path) -> Any:
-    """Save what three steps have come to; return all of it, and the losses of two more."""
-    model, optimizer = trained(impl)
-    modules, moments = get_state_dict(model, optimizer)
-    state = {"model": modules, "optimizer": moments, "step": 3}
-    before = wholes(state)
-    dcp.save(state, checkpoint_id=folder)
-    return before, steps(model, optimizer, range(3, 5))
-
-
-def load(impl: Implementation, folder: Path) -> Any:
-    """Load that into a network at this world size; return the same entries."""
-    model = shard(network(impl, 1))
-    optimizer = optimizer_of(model)
-    modules, moments = get_state_dict(model, optimizer)
-    state = {"model": modules, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(
-        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-    modules, moments = get_state_dict(model, optimizer)
-    after = wholes({"model": modules, "optimizer": moments, "step": state["step"]})
-    return after, steps(model, optimizer, range(3, 5))
-
-
-def save_all(folder: Path) -> Any:
-    """Save with both libraries."""
-    return {str(impl): save(impl, folder / str(impl)) for impl in (TORCH, MODKIT)}
-
-
-def load_all(folder: Path) -> Any:
-    """Load with both libraries what both have saved."""
-    return {
-        (str(impl), str(by)): load(impl, folder / str(by))
-        for impl in (TORCH, MODKIT)
-        for by in (TORCH, MODKIT)
     }

@@ -14,8 +14,6 @@ IN_GROUPS = [rule for rule in RULES if rule not in TENSOR_BY_TENSOR]
 # One kernel does the arithmetic of these, and takes one dtype.
 LERPS = {"multi_avg_fn swa", "multi_avg_fn ema"}
 
-every_rule = for_each("rule", RULES)
-
 
 @for_each("rule", [rule for rule in RULES if rule not in LERPS])
 def test_average_and_model_may_differ_in_dtype(rule: str) -> None:

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 import modkit
 from modkit._fast_inference import layers
 from tests.cases import for_each
+from tests.integration.networks import PICKLABLE
 from tests.parity.fast_inference.nets import batch, extra, net, run
 from tests.parity.fast_inference.twins import (
     bits,
@@ -23,7 +24,6 @@ from tests.parity.fast_inference.twins import (
     same_inside,
 )
 from tests.parity.module.module_cases import seed
-from tests.parity.module.picklable import NETS
 
 
 class OwnState(nn.Module):
@@ -53,8 +53,8 @@ BUILDERS = {
     "layers": lambda: nn.Sequential(
         nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.BatchNorm1d(2), nn.Tanh())
     ).eval(),
-    "user, torch": NETS["torch"],
-    "user, modkit": NETS["modkit"],
+    "user, torch": PICKLABLE["torch"],
+    "user, modkit": PICKLABLE["modkit"],
     "own state": OwnState,
     "fx": lambda: fx.symbolic_trace(nn.Sequential(nn.Linear(2, 2), nn.ReLU())),
     "own state in a Sequential": lambda: nn.Sequential(nn.Linear(2, 2), OwnState()),

@@ -152,22 +152,6 @@ def test_an_error_in_a_block(block, error) -> None:
     assert averages_and_weights(net, ema) == averages_and_weights(*loop(4)[::2])
 
 
-@pytest.mark.parametrize("name", ["evaluating", "evaluating_training_weights"])
-def test_a_state_that_is_saved_in_a_block(name) -> None:
-    """Whatever the model holds, the state has its training weights, and resumes from them."""
-    model, ema = two_averages()
-    ema.on_validation_start()
-    with getattr(ema, name)():
-        state, shown = copy.deepcopy(ema.state_dict()), state_of(model)
-    ema.on_validation_end()
-    resumed = model_of([0.0])
-    resumed.load_state_dict(shown)
-    with pytest.warns(UserWarning, match="its training weights are loaded into the model"):
-        modkit.EMACallback(resumed, decay=[0.75, 0.5]).load_state_dict(state)
-
-    assert resumed.weight.item() == model.weight.item() == 8.0
-
-
 def test_before_the_first_update_the_raw_weights_are_evaluated() -> None:
     """There is no average yet, and the untrained copy is not taken for one."""
     net, _, ema = loop(2, update_after_step=10)

@@ -4,13 +4,10 @@ import ctypes
 import faulthandler
 import gc
 import inspect
-import json
 import signal
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +20,6 @@ from modkit.averaging import callback, recipe, swap
 from tests.cases import for_each
 from tests.processes import python
 from tests.unit.averaging.recipes import set_to
-
-
-STRESS = Path(__file__).resolve().parents[2] / "stress" / "interrupts.py"
 
 
 def plain() -> nn.Module:
@@ -315,25 +309,6 @@ def test_an_interrupted_update_is_complete() -> None:
 
     assert (ema.step, ema.n_averaged) == (3, 3)
     assert all(value.eq(2.5).all() for name, value in ema.named_averages() if name[0] == "0")
-
-
-def bombard(signals: int, layers: int) -> dict[str, object]:
-    """Interrupt each operation in a process of its own, and return what that broke."""
-    command = [sys.executable, str(STRESS), str(signals), str(layers), "0"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
-
-
-def test_signals_at_random_moments_break_nothing() -> None:
-    """Ctrl-C in an update, a swap, a copy or a load leaves weights, averages, counters and modes whole."""
-    assert bombard(60, 10) == {"signals": 60, "faults": {}}
-
-
-@pytest.mark.slow
-def test_thousands_of_signals_break_nothing() -> None:
-    """3,000 signals in models of 240 tensors: nothing is lost, and nothing is left behind."""
-    assert bombard(3000, 60) == {"signals": 3000, "faults": {}}
 
 
 def use(work: str, model: nn.Module) -> None:

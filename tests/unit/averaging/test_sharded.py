@@ -41,10 +41,12 @@ def trained(net: nn.Module, **options) -> "modkit.EMA":
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
-def test_the_average_of_shards_is_applied(mesh, precision, mode) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_average_of_shards_is_applied(mesh, reshard, precision, mode) -> None:
     """A forward inside uses the average, one after it the training weights, resharded or not."""
     net, reference = network(), network()
-    fully_shard(net, mesh=mesh)
+    for part in net[0], net:
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard)
     ema, plain = trained(net, precision=precision), trained(reference, precision=precision)
     batch = torch.randn(8, 4)
     seen = []
