@@ -82,32 +82,21 @@ def test_a_few_random_sequences(impl, tree, operations) -> None:
     run(impl, tree, operations)
 
 
+# Any operations, and some of which a sequence has more.
+KINDS = {
+    "any": ALL,
+    "members": [*CALLS, *SCOPES, *MEMBERS],
+    "behaviour": [*CALLS, *SCOPES, *BEHAVIOUR],
+    "averages": [*CALLS, *SCOPES, *AVERAGES, "write_tensor"],
+}
+
+
 @pytest.mark.property
-@given(implementations, trees().strategy(), sequences(ALL))
-def test_random_sequences(impl, tree, operations) -> None:
+@pytest.mark.parametrize("kinds", KINDS)
+@given(implementations, trees().strategy(), st.data())
+def test_random_sequences(kinds, impl, tree, data) -> None:
     """Any sequence of operations is bitwise identical inside scopes, with equal errors and hook calls."""
-    run(impl, tree, operations)
-
-
-@pytest.mark.property
-@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *MEMBERS]))
-def test_changed_members(impl, tree, operations) -> None:
-    """Members replaced, added and deleted inside scopes are those that a call computes with."""
-    run(impl, tree, operations)
-
-
-@pytest.mark.property
-@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *BEHAVIOUR]))
-def test_changed_behaviour(impl, tree, operations) -> None:
-    """Hooks, patches, attributes and modes that change inside scopes take effect in the next call."""
-    run(impl, tree, operations)
-
-
-@pytest.mark.property
-@given(implementations, trees().strategy(), sequences([*CALLS, *SCOPES, *AVERAGES, "write_tensor"]))
-def test_averages(impl, tree, operations) -> None:
-    """Averages are updated, swapped in and out inside and around scopes."""
-    run(impl, tree, operations)
+    run(impl, tree, data.draw(sequences(KINDS[kinds])))
 
 
 TREE = Tree(ModuleSpec("Sequential", children=(ModuleSpec("linear"), ModuleSpec("relu"))), (2, 3))

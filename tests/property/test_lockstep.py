@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.divergences import DIVERGENCES
 from tests.property import long_run, operations as operations_on_modules, vocabulary
@@ -8,49 +8,28 @@ from tests.property.sides import ROWS, lockstep
 from tests.property.trees import NODES, Member, ModuleSpec, trees
 
 
-HOOKED = [
-    "add_hooks",
-    "add_hooks",
-    "remove_hook",
-    "call",
-    "state_dict",
-    "load_state_dict",
-    "copied",
-]
 STATE = ["state_dict", "load_state_dict", "load_something_else", "load_from_another_tree"]
 REGISTRATION = sorted(
     kind
     for kind, entry in OPERATIONS.items()
     if entry.function.__module__ == operations_on_modules.__name__
 )
+# Any operations, and some of which a sequence has more.
+KINDS = {
+    "any": vocabulary.drawn(),
+    "hooks": drawn([*["add_hooks"] * 2, "remove_hook", "call", *STATE[:2], "copied"]),
+    "states": drawn([*STATE, "add_hooks", "tie", "share"]),
+    "registration": drawn([*REGISTRATION, "walk", "find", "call"]),
+}
 
 
 @pytest.mark.property
-@given(trees().strategy(), sequences(vocabulary.drawn(), 8, 14))
-def test_random_operations_in_lockstep(spec, operations) -> None:
+@pytest.mark.parametrize("kinds", KINDS)
+@given(trees().strategy(), st.data())
+def test_random_operations_in_lockstep(kinds, spec, data) -> None:
     """Any sequence of public operations leaves torch's and modkit's trees equal after every step."""
-    lockstep(spec, operations)
-
-
-@pytest.mark.property
-@given(trees().strategy(), sequences(drawn(HOOKED), 8, 14))
-def test_hooks_in_lockstep(spec, operations) -> None:
-    """Hooks added, removed, copied and run give the same calls, values and gradients."""
-    lockstep(spec, operations)
-
-
-@pytest.mark.property
-@given(trees().strategy(), sequences(drawn([*STATE, "add_hooks", "tie", "share"]), 4, 8))
-def test_states_in_lockstep(spec, operations) -> None:
-    """Saving and loading, strict or not, complete or edited, have equal outcomes."""
-    lockstep(spec, operations)
-
-
-@pytest.mark.property
-@given(trees().strategy(), sequences(drawn([*REGISTRATION, "walk", "find", "call"]), 8, 16))
-def test_registration_in_lockstep(spec, operations) -> None:
-    """Registering, assigning, sharing, deleting and reading members have equal outcomes."""
-    lockstep(spec, operations)
+    least, most = (4, 8) if kinds == "states" else (8, 14)
+    lockstep(spec, data.draw(sequences(KINDS[kinds], least, most)))
 
 
 # --- every session -----------------------------------------------------------------------------------

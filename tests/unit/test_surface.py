@@ -10,33 +10,8 @@ from tests.helpers import Implementation
 BASE, OURS = torch.nn.Module, modkit.nn.Module
 
 PUBLIC = [name for name in dir(BASE) if not name.startswith("_")]
-METHODS = [name for name in PUBLIC if inspect.isfunction(inspect.getattr_static(BASE, name))]
-# Private names that the documentation describes, or that libraries override or call.
-DOCUMENTED_PRIVATE = (
-    "_apply",
-    "_call_impl",
-    "_get_backward_hooks",
-    "_get_backward_pre_hooks",
-    "_get_name",
-    "_load_from_state_dict",
-    "_maybe_warn_non_full_backward_hook",
-    "_named_members",
-    "_register_load_state_dict_pre_hook",
-    "_register_state_dict_hook",
-    "_replicate_for_data_parallel",
-    "_save_to_state_dict",
-    "_slow_forward",
-    "_wrapped_call_impl",
-    "__call__",
-    "__init__",
-    "__getattr__",
-    "__setattr__",
-    "__delattr__",
-    "__dir__",
-    "__repr__",
-    "__getstate__",
-    "__setstate__",
-)
+# Those that are not torch's own, which is inherited otherwise.
+METHODS = [name for name, member in vars(OURS).items() if inspect.isfunction(member)]
 
 
 def shape(function) -> list[tuple[str, object, object]]:
@@ -50,20 +25,19 @@ def test_no_public_name_is_missing_or_added() -> None:
     assert [name for name in dir(OURS) if not name.startswith("_")] == PUBLIC
 
 
-@for_each("name", [*METHODS, *DOCUMENTED_PRIVATE])
+@for_each("name", METHODS)
 def test_signatures_are_equal(name: str) -> None:
     """Parameter names, kinds, order and defaults are torch's, annotations aside."""
     assert shape(getattr(OURS, name)) == shape(getattr(BASE, name))
 
 
-@for_each("name", [*METHODS, *DOCUMENTED_PRIVATE])
+@for_each("name", METHODS)
 def test_methods_are_plain_functions(name: str) -> None:
     """A method is a function of the class: tools patch it, wrap it and compare it."""
     member = inspect.getattr_static(OURS, name)
 
     assert inspect.isfunction(member)
-    # Dynamo has put functions of other names into torch's class once it has compiled anything.
-    assert member.__name__ == name or member is inspect.getattr_static(BASE, name)
+    assert member.__name__ == name
 
 
 @for_each(
