@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, Final, cast
 
 import torch
@@ -151,35 +152,25 @@ class Pairing(Watched):
                 module.flatten_parameters()
 
     def put_back(self) -> list[str]:
-        """Put back members of modules that have lost swapped tensors; return the names of these."""
-        replaced: list[str] = []
-        # From the leaves up, so that a child that was removed has its own members back.
-        for state, tables in reversed(self._before):
-            names = [name for table in tables for name in self._lost(tables[table], state[table])]
-            if not names:
-                continue
+        """Put back the tables by which the model has lost swapped tensors; return their names."""
+        model = self._modules[0]()
+        assert model is not None, "the model of a swap is alive"
+        present = set(map(id, chain(model.parameters(), model.buffers())))
+        rows = zip(self.names, self.tensors, strict=True)
+        lost = {id(tensor): name for name, tensor in rows if id(tensor) not in present}
 
-            replaced = names + replaced
+        for state, tables in self._before if lost else ():
             for table, members in tables.items():
-                state[table].clear()
-                state[table].update(members)
-                for key in members:
-                    # A plain tensor that took the place of the member would hide it.
-                    state.pop(key, None)
-        return replaced
-
-    def _lost(self, members: dict[str, Any], current: dict[str, Any]) -> list[str]:
-        """Return the names of swapped tensors in a table that another one lacks there."""
-        pairs = [(member, current.get(key)) for key, member in members.items()]
-        # Keras builds a container anew around the same parameters in each evaluation.
-        lost = [t for one, other in pairs if one is not other for t in _named(one) - _named(other)]
-        return [self.names[self.places[place]] for _, place in sorted(lost) if place in self.places]
-
-
-def _named(member: Any) -> set[tuple[str, int]]:
-    """Return the name and identity of a tensor, or of each parameter below a module."""
-    named = member.named_parameters() if isinstance(member, torch.nn.Module) else [("", member)]
-    return {(name, id(tensor)) for name, tensor in named}
+                current = state[table]
+                gone = [member for key, member in members.items() if current.get(key) is not member]
+                # Buffers that are not swapped stay as forwards have replaced them.
+                if any(table != "_buffers" or id(member) in lost for member in gone):
+                    current.clear()
+                    current.update(members)
+                    for key in members:
+                        # A plain tensor that took the place of the member would hide it.
+                        state.pop(key, None)
+        return [*lost.values()]
 
 
 class Swap:
