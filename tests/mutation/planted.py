@@ -122,8 +122,8 @@ _AVERAGING: Final = [
     Bug(
         "EMA.module: a reference keeps the memory of former averages",
         "averaging/engine.py",
-        "            elif value is not source and (value.dtype, value.device) == place:",
-        "            elif value is not source and not before and value.dtype == place[0]:",
+        "                copied = value is source\n",
+        "                copied = True\n",
         _EMA + "/test_ema_module.py",
     ),
     Bug(

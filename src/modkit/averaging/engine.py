@@ -443,30 +443,22 @@ class Engine:
         own = self.own()
         named = NamedTensors(self._module)
         self._followed = averages
-        members = named.all()
-        if not own.is_like(named):
+        if own.layout() != named.layout():
             # References keep its present values; the next access makes another one.
-            for name in members.keys() & before.keys():
-                members[name].tensor.data = members[name].tensor.data.clone()
+            for member in named.all().values():
+                member.tensor.data = member.tensor.data.clone()
             self._module = None
             self._followed = {}
             return
 
-        for name, member in members.items():
-            tensor = member.tensor
+        for name, member in named.all().items():
             source = own.tensor(name)
             value = averages.get(name, source)
-            place = source.dtype, source.device
-            former = before.get(name, source)
-            if is_wrapper(tensor) or is_sharded(value):
-                write(tensor, value)
-            elif value is not source and (value.dtype, value.device) == place:
-                tensor.data = value
-            elif former is not source or (tensor.dtype, tensor.device) != place:
-                # A write might go to the memory of a former average.
-                tensor.data = value.to(source.device, source.dtype, copy=True)
+            if is_wrapper(member.tensor) or is_sharded(value):
+                write(member.tensor, value)
             else:
-                write(tensor, value)
+                copied = value is source
+                member.tensor.data = value.detach().to(source.device, source.dtype, copy=copied)
 
 
 def check_model(model: object) -> None:

@@ -256,11 +256,9 @@ def _warn_of_no_counter(source: str, loaded: LoadedState, n_averaged: int) -> No
     if is_constant and not n_averaged:
         return
 
-    state_holds = "plain weights hold" if source == "weights" else f"the state of {source} holds"
-    schedules = ", ".join(map(str, loaded.schedules))
     replaced = f" It replaces an average of {n_averaged} models." if n_averaged else ""
     warn_user(
-        f"EMA: {state_holds} no counter, so it is taken for that of the first update "
-        f"(step={after + 1}), from which {schedules} continues.{replaced} After more updates pass "
+        f"EMA: the state ({source}) holds no counter, so it is taken for that of the first update "
+        f"(step={after + 1}), from which the schedule continues.{replaced} After more updates pass "
         "the number of calls of update(), as in load_state_dict(state, step=1000)."
     )

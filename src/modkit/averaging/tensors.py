@@ -283,24 +283,10 @@ class NamedTensors:
         tensor: Tensor = member.tensor
         return tensor
 
-    def is_like(self, other: "NamedTensors") -> bool:
-        """Return True if another model has the same names, and parameters of the same shapes.
-
-        Args:
-            other: The tensors of the other model. Its buffers may have other shapes.
-
-        Returns:
-            False also if one of them is lazy.
-        """
-        # Tensors that are tied in one model only would be averaged apart.
-        alike = (self.names(), self.aliases) == (other.names(), other.aliases)
-        if not alike or self.has_lazy() or other.has_lazy():
-            return False
-
-        return all(
-            member.tensor.shape == other.parameters[name].tensor.shape
-            for name, member in self.parameters.items()
-        )
+    def layout(self) -> tuple[Any, ...]:
+        """Return what a copy of the model has in common with it: names, ties and shapes."""
+        shapes = shapes_of({name: member.tensor for name, member in self.parameters.items()})
+        return self.names(), self.aliases, shapes
 
     def has_lazy(self) -> bool:
         """Return True if a tensor has no shape yet, because its module has not been called."""

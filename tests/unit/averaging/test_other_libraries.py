@@ -233,8 +233,8 @@ STATES = {"timm": {"module.weight": torch.ones(2)}, "weights": {"weight": torch.
 @for_each(
     ("state", "holds"),
     [
-        (STATES["timm"], "the state of timm holds"),
-        (STATES["weights"], "plain weights hold"),
+        (STATES["timm"], r"the state \(timm\) holds"),
+        (STATES["weights"], r"the state \(weights\) holds"),
     ],
 )
 @for_each("options", CHANGING)
