@@ -154,7 +154,7 @@ compares the values of both files; *load* compares `modkit.load_checkpoint` with
 
 ## Functions and models
 
-`modkit compat` calls {cases} functions with `torch` and with `modkit`, and compares values bit by bit, exceptions by
+`modkit compat` calls some 300 functions with `torch` and with `modkit`, and compares values bit by bit, exceptions by
 type and text, and warnings. A case with a listed difference must give exactly what its row in
 [Differences from torch](differences.md) says.
 
@@ -192,7 +192,6 @@ def page() -> str:
         files_torch=files["torch"],
         files_date=files["date"],
         files=files_table(files["rows"]),
-        cases=runs[-1]["areas"]["all"]["cases"],
         releases=behaviors_table(runs),
         models=models_table(compat["models"]),
     )
