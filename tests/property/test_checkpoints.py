@@ -130,7 +130,6 @@ class Files(NamedTuple):
     with_weights: bool = True
     # Real and complex dtypes of the later files are others of the same kind.
     other_dtypes: bool = False
-    tied_in: int = 3
     dtype: torch.dtype | None = None
     key: str | None = None
     scale: float = 1.0
@@ -141,15 +140,14 @@ class Files(NamedTuple):
         return [self.state(index, generator) for index in range(len(self.weights))]
 
     def state(self, index: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the state of one file; in the first ``tied_in`` files, ``tied`` is the first tensor."""
+        """Return the state of one file, in which ``tied`` is the first tensor."""
         found = {}
         for number, dtype in enumerate(self.dtypes):
             shape = self.shapes[number % len(self.shapes)]
             chosen = self.other_dtype(dtype) if self.other_dtypes and index else dtype
             found[f"{number}.{str(dtype)[6:]}"] = self.tensor(shape, chosen, generator)
         if "torch" in self.format:
-            first = next(iter(found.values()))
-            found["tied"] = first if index < self.tied_in else first.clone()
+            found["tied"] = next(iter(found.values()))
         return found
 
     def other_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -268,19 +266,14 @@ def check(files: Files, folder: Path) -> None:
         if average.numel():
             error = (average.to(expected.dtype) - expected).abs()
             assert bool((error <= allowed_error(expected, average.dtype, tensors)).all()), name
-    if "tied" in found:
-        first = found[next(iter(found))]
-        # Tensors without elements have no memory to share.
-        tied = files.tied_in >= len(paths) and first.numel() > 0
-        assert (found["tied"] is first) == tied
 
 
 # Safetensors store neither all complex dtypes nor tied tensors.
 PLAIN = (*REAL, *EIGHT_BITS, *INTEGERS)
 SAMPLE = [
     Files(),
-    Files(weights=(0.0, 1.0, 0.0, 3.0), tied_in=4),
-    Files(with_weights=False, other_dtypes=True, tied_in=2),
+    Files(weights=(0.0, 1.0, 0.0, 3.0)),
+    Files(with_weights=False, other_dtypes=True),
     Files(format="torch shards", key="ema.model", dtype=torch.float64),
     Files(dtype=torch.bfloat16, scale=1e-3),
     Files(dtype=torch.complex64, key="model"),
@@ -315,7 +308,6 @@ def any_files(draw: Any) -> Files:
         tuple(weights) if any(weights) else (*weights, 1.0),
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.integers(0, 6)),
         draw(st.sampled_from([None, *REAL, torch.complex64])),
         draw(st.sampled_from([None, "model", "ema.model"])) if "torch" in kind else None,
         draw(st.sampled_from([1.0, 1e-3, 30.0])),
@@ -325,6 +317,6 @@ def any_files(draw: Any) -> Files:
 @pytest.mark.property
 @given(any_files())
 def test_random_files(files: Files) -> None:
-    """Any dtypes, shapes, formats, weights and ties."""
+    """Any dtypes, shapes, formats and weights."""
     with tempfile.TemporaryDirectory() as folder:
         check_if_possible(files, Path(folder))

@@ -44,7 +44,6 @@ class Fault:
     """
 
     name: str
-    title: str
     run: Callable[[Writer, Path, int], str | None]
     large: bool = False
     saves: bool = False
@@ -54,11 +53,11 @@ class Fault:
 FAULTS: Final[dict[str, Fault]] = {}
 
 
-def fault(title: str, **options: Any) -> Callable[[Any], Any]:
+def fault(**options: Any) -> Callable[[Any], Any]:
     """Register a fault."""
 
     def register(run: Callable[[Writer, Path, int], str | None]) -> Any:
-        FAULTS[run.__name__] = Fault(run.__name__, title, run, **options)
+        FAULTS[run.__name__] = Fault(run.__name__, run, **options)
         return run
 
     return register
@@ -154,7 +153,7 @@ def own_mounts() -> None:
 # The faults.
 
 
-@fault("`kill -9` at a random moment", large=True, random=True)
+@fault(large=True, random=True)
 def killed(writer: Writer, folder: Path, count: int) -> str:
     """The file is the last version that was saved, or the one after; the next save cleans up."""
     target = folder / writer.file
@@ -191,7 +190,7 @@ def compete(writer: Writer, target: Path, count: int, start: Callable[..., Any])
     check(writer, target, count, count + 1)
 
 
-@fault("two threads, one path", saves=True)
+@fault(saves=True)
 def two_threads(writer: Writer, folder: Path, count: int) -> None:
     """Each save succeeds, and each read in between finds a complete version."""
     target, errors = folder / writer.file, []
@@ -240,19 +239,19 @@ def in_two_processes(writer: Writer, folder: Path, count: int, prepare: Callable
     compete(writer, folder / writer.file, count, start)
 
 
-@fault("two processes, one path", saves=True)
+@fault(saves=True)
 def two_processes(writer: Writer, folder: Path, count: int) -> None:
     """Each save succeeds, and each read in between finds a complete version."""
     in_two_processes(writer, folder, count, lambda: None)
 
 
-@fault("two processes with the same PID", saves=True)
+@fault(saves=True)
 def same_pid(writer: Writer, folder: Path, count: int) -> None:
     """As in two containers with one shared folder, where each has PID 1."""
     in_two_processes(writer, folder, count, lambda: syscall("unshare", _NEW_PIDS))
 
 
-@fault("full disk (ENOSPC)")
+@fault()
 def full_disk(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the old file stays."""
     writer.save(folder / writer.file, 1)
@@ -267,7 +266,7 @@ def full_disk(writer: Writer, folder: Path, count: int) -> None:
     check(writer, target, 1)
 
 
-@fault("file size limit (EFBIG)")
+@fault()
 def size_limit(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the old file stays."""
     target = folder / writer.file
@@ -280,7 +279,7 @@ def size_limit(writer: Writer, folder: Path, count: int) -> None:
     check(writer, target, 1)
 
 
-@fault("read-only folder")
+@fault()
 def read_only_folder(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the old file stays."""
     target = folder / writer.file
@@ -297,7 +296,7 @@ def read_only_folder(writer: Writer, folder: Path, count: int) -> None:
     check(writer, target, 1)
 
 
-@fault("read-only file system")
+@fault()
 def read_only_system(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the old file stays."""
     target = folder / writer.file
@@ -324,13 +323,13 @@ def under_name(writer: Writer, folder: Path, name: str) -> None:
         check(writer, target, version)
 
 
-@fault("name of 255 bytes")
+@fault()
 def long_name(writer: Writer, folder: Path, count: int) -> None:
     """The longest name that file systems allow."""
     under_name(writer, folder, "n" * (255 - len(Path(writer.file).suffix)))
 
 
-@fault("name with spaces, newlines, non-ASCII characters")
+@fault()
 def odd_name(writer: Writer, folder: Path, count: int) -> None:
     """Names that are unusual and allowed."""
     for number, name in enumerate(("two words", "two\nlines", "größe-重み-🙂", "-o", "[red]")):
@@ -338,7 +337,7 @@ def odd_name(writer: Writer, folder: Path, count: int) -> None:
         under_name(writer, folder / str(number), name)
 
 
-@fault("name that is not UTF-8")
+@fault()
 def undecodable_name(writer: Writer, folder: Path, count: int) -> None:
     """A name of bytes that no text has."""
     try:
@@ -349,7 +348,7 @@ def undecodable_name(writer: Writer, folder: Path, count: int) -> None:
     under_name(writer, folder, "latin-\udce9")
 
 
-@fault("symbolic link to a file")
+@fault()
 def link(writer: Writer, folder: Path, count: int) -> None:
     """The link stays, and the file that it leads to is replaced; in another folder too."""
     (folder / "data").mkdir()
@@ -363,7 +362,7 @@ def link(writer: Writer, folder: Path, count: int) -> None:
     check(writer, linked, 2, beside=("data",))
 
 
-@fault("dangling symbolic link")
+@fault()
 def dangling_link(writer: Writer, folder: Path, count: int) -> None:
     """The file that the link leads to is made."""
     (folder / "data").mkdir()
@@ -376,7 +375,7 @@ def dangling_link(writer: Writer, folder: Path, count: int) -> None:
     check(writer, linked, 1, beside=("data",))
 
 
-@fault("loop of symbolic links")
+@fault()
 def link_loop(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the links stay."""
     target = folder / writer.file
@@ -388,7 +387,7 @@ def link_loop(writer: Writer, folder: Path, count: int) -> None:
     assert target.is_symlink()
 
 
-@fault("mode and owner of an existing file")
+@fault()
 def mode_and_owner(writer: Writer, folder: Path, count: int) -> None:
     """They stay; a new file gets the mode that the umask leaves."""
     target = folder / writer.file
@@ -418,7 +417,7 @@ def special(target: Path, kind: int, device: int = 0) -> None:
         raise NotPossible(f"no special files here: {error}") from error
 
 
-@fault("FIFO")
+@fault()
 def fifo(writer: Writer, folder: Path, count: int) -> None:
     """The reader of a pipe gets a complete file, and the pipe stays a pipe."""
     target, received = folder / writer.file, folder / "received" / writer.file
@@ -439,7 +438,7 @@ def fifo(writer: Writer, folder: Path, count: int) -> None:
     check(writer, received, 1)
 
 
-@fault("open pipe (/dev/fd/N)")
+@fault()
 def open_pipe(writer: Writer, folder: Path, count: int) -> None:
     """As for ``-o /dev/stdout | gzip``: the reader gets a complete file."""
     if not writer.any_name or ".safetensors" in writer.file:
@@ -457,7 +456,7 @@ def open_pipe(writer: Writer, folder: Path, count: int) -> None:
     check(writer, received, 1)
 
 
-@fault("character device such as /dev/null")
+@fault()
 def null_device(writer: Writer, folder: Path, count: int) -> None:
     """The device is still a device afterwards."""
     target = folder / writer.file
@@ -468,7 +467,7 @@ def null_device(writer: Writer, folder: Path, count: int) -> None:
     assert names_in(folder) == {target.name}
 
 
-@fault("full device such as /dev/full")
+@fault()
 def full_device(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the device is still a device."""
     target = folder / writer.file
@@ -479,7 +478,7 @@ def full_device(writer: Writer, folder: Path, count: int) -> None:
     assert names_in(folder) == {target.name}
 
 
-@fault("folder as target")
+@fault()
 def folder_as_target(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and the folder is unchanged."""
     target = folder / writer.file
@@ -503,7 +502,7 @@ _NO_FOLDER: Final = {
 }
 
 
-@fault("missing folder")
+@fault()
 def missing_folder(writer: Writer, folder: Path, count: int) -> None:
     """The error names the path, and nothing is created."""
     target = folder / "missing" / writer.file
@@ -519,7 +518,7 @@ def missing_folder(writer: Writer, folder: Path, count: int) -> None:
 _HOUSEKEEPING: Final = {"_private_folder", "_remove", "remove_stale", "_replaced"}
 
 
-@fault("`KeyboardInterrupt` at a random moment", large=True, random=True)
+@fault(large=True, random=True)
 def interrupted(writer: Writer, folder: Path, count: int) -> str:
     """The old or the new file is there, and nothing beside it.
 
@@ -559,7 +558,7 @@ def interrupted(writer: Writer, folder: Path, count: int) -> str:
     return "during the save" if os.read(reader, 1) else "after the save"
 
 
-@fault("leftovers of a killed save")
+@fault()
 def leftovers(writer: Writer, folder: Path, count: int) -> None:
     """Stale files of every target in the folder are removed; those of running writers are not."""
     target, other = folder / writer.file, folder / "other.pt"
@@ -628,4 +627,4 @@ def failing_once(kind: str, writer: Writer, folder: Path, count: int) -> str | N
 for _kind in failing_calls.CALLS:
     _name = f"{_kind}_fails_once"
     _run = functools.partial(failing_once, _kind)
-    FAULTS[_name] = Fault(_name, f"one `{_kind}` fails (EIO, ESTALE, ENOSPC)", _run)
+    FAULTS[_name] = Fault(_name, _run)

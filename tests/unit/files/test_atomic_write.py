@@ -104,18 +104,6 @@ def leave(folder, age=0.0):
     return stale
 
 
-@pytest.mark.posix
-def test_what_a_killed_writer_left_is_removed_whatever_it_wrote(tmp_path):
-    """Numbered checkpoints never have a name twice, so the next file in the folder has another one."""
-    stale = leave(tmp_path)
-    (tmp_path / ".modkit-notes.txt").write_text("of the user")
-    with atomic_write(tmp_path / "step-2.pt") as unfinished:
-        unfinished.write_text("whole")
-
-    assert not stale.exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"step-2.pt", ".modkit-notes.txt"}
-
-
 @pytest.mark.parametrize(("hours", "stays"), [(1.5, True), (23, True), (25, False)])
 def test_without_locks_the_last_change_decides(tmp_path, monkeypatch, hours, stays):
     """Only what has not changed for a day is stale, however old its folder is: saves may take hours."""

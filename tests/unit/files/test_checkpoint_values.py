@@ -5,7 +5,6 @@ import enum
 import fractions
 import io
 import pickle
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -353,50 +352,3 @@ def test_numpy_that_the_user_allows_has_no_limits(tmp_path: Path) -> None:
     reason = "it has strings, dates, records or objects of NumPy"
     with pytest.raises(FileError, match=f"data.pkl: {reason}"):
         modkit.load_checkpoint(path)
-
-
-def in_threads(*functions: Any, seconds: float = 1.0) -> list[BaseException]:
-    """Call each function again and again in a thread of its own; return the errors."""
-    errors: list[BaseException] = []
-    stop = threading.Event()
-
-    def work(function: Any) -> None:
-        try:
-            while not stop.is_set():
-                function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    stop.wait(seconds)
-    stop.set()
-    for thread in threads:
-        thread.join()
-    return errors
-
-
-def test_threads_that_load_at_once(tmp_path: Path) -> None:
-    """A load in one thread takes no permission from another, nor from one that the user gives."""
-    path, other = tmp_path / "last.pt", tmp_path / "other.pt"
-    modkit.save_checkpoint({"args": argparse.Namespace(lr=0.1), "best": np.float64(1)}, path)
-    write_checkpoint({"options": Options()}, other)
-    before = set(torch.serialization.get_safe_globals())
-    seen = []
-
-    def load() -> None:
-        modkit.load_checkpoint(path)
-        seen.append(argparse.Namespace in torch.serialization.get_safe_globals())
-
-    def load_with_permission() -> None:
-        with torch.serialization.safe_globals([Options]):
-            for _ in range(5):
-                modkit.load_checkpoint(other)
-
-    errors = in_threads(*[load] * 6, load_with_permission)
-
-    assert errors == []
-    assert len(seen) > 20
-    assert not any(seen)
-    assert set(torch.serialization.get_safe_globals()) == before

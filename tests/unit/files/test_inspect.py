@@ -1,7 +1,6 @@
 """`modkit.files.inspect` on each kind of file. No code in a file is executed."""
 
 import argparse
-import dataclasses
 import hashlib
 import io
 import json
@@ -115,25 +114,6 @@ def test_a_torch_save_file(tmp_path: Path) -> None:
         path.stat().st_size,
         hashlib.sha256(path.read_bytes()).hexdigest(),
     )
-
-
-def test_a_torch_save_file_of_the_old_format(tmp_path: Path) -> None:
-    """The content of files from before torch 1.6 is listed, and the note says what it lacks."""
-    info = inspect(legacy(CONTENT, tmp_path / "old.pt"))
-
-    check_content(dataclasses.replace(info, note=""))
-    assert info.kind == "torch.save file (before torch 1.6)"
-    assert info.note == "unverified: no checksums"
-
-
-def test_a_plain_state_dict(tmp_path: Path) -> None:
-    """The names of a state dict have no prefix, those of tied tensors included."""
-    weight = torch.ones(4)
-    torch.save({"a.weight": weight, "b.weight": weight}, tmp_path / "net.pt")
-    info = inspect(str(tmp_path / "net.pt"))
-
-    assert [each.name for each in info.tensors] == ["a.weight", "b.weight"]
-    assert info.groups == {"": ("a.weight", "b.weight")}
 
 
 def test_other_entries_are_short(tmp_path: Path) -> None:

@@ -75,16 +75,6 @@ def test_numbers_in_a_torchscript_archive(name, content, tmp_path):
             reader(path)
 
 
-@for_each("alignment", [1, 3, 4096])
-def test_any_alignment_that_can_be_set(alignment, tmp_path):
-    """torch.save writes the alignment that the user chooses."""
-    path = tmp_path / "last.pt"
-    path.write_bytes(replaced(weights(), {".storage_alignment": str(alignment).encode()}))
-    found = modkit.load_checkpoint(path, lambda storage, _: storage)
-
-    assert torch.equal(found["b"], torch.ones(4))
-
-
 DEEP = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
 
 

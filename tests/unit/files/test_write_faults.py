@@ -26,16 +26,3 @@ def test_file_survives(found, fault, writer):
         pytest.skip(cell["skipped"])
 
     assert cell["lost"] is None, cell["lost"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("writer", WRITERS)
-def test_file_survives_many_times(writer):
-    """Fifty kills and interrupts at random moments, and two hundred saves to one path."""
-    faults = [fault.name for fault in FAULTS.values() if fault.random or fault.saves]
-    cells = run([writer], faults, random=50, saves=200)
-
-    assert [cell[writer]["lost"] for cell in cells.values() if "skipped" not in cell[writer]] == [
-        None for cell in cells.values() if "skipped" not in cell[writer]
-    ]
-    assert cells["killed"][writer]["notes"]["left a temporary file"] > 0

@@ -55,7 +55,6 @@ class Writer:
     """
 
     name: ClassVar[str]
-    title: ClassVar[str]
     file: ClassVar[str] = "last.pt"
     any_name: ClassVar[bool] = True  # False if the writer chooses the name of the file
 
@@ -83,7 +82,7 @@ class Writer:
 class Plain(Writer):
     """``modkit.save_checkpoint``."""
 
-    name, title = "plain", "`save_checkpoint`"
+    name = "plain"
 
     def save(self, path: Path, version: int) -> None:
         modkit.save_checkpoint({"w": torch.full((self.elements,), float(version))}, path)
@@ -92,7 +91,7 @@ class Plain(Writer):
 class Jit(Writer):
     """``modkit.jit.save``."""
 
-    name, title = "jit", "`jit.save`"
+    name = "jit"
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
@@ -111,7 +110,7 @@ class Jit(Writer):
 class Snapshot(Writer):
     """Snapshots of ``PostHocEMA``."""
 
-    name, title, any_name = "snapshot", "snapshot", False
+    name, any_name = "snapshot", False
     file = "ema-0000000001-0.05.pt"
 
     def save(self, path: Path, version: int) -> None:
@@ -123,7 +122,7 @@ class Snapshot(Writer):
 class Export(Writer):
     """``export_average``."""
 
-    name, title = "export_average", "`export_average`"
+    name = "export_average"
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
@@ -139,7 +138,7 @@ class Export(Writer):
 class SafetensorsExport(Export):
     """``export_average`` to a file of safetensors, which is written tensor by tensor."""
 
-    name, title = "export_average-safetensors", "`export_average` (safetensors)"
+    name = "export_average-safetensors"
     file = "last.safetensors"
 
     def content(self, path: Path) -> Any:
@@ -151,7 +150,7 @@ class SafetensorsExport(Export):
 class Average(Writer):
     """``python -m modkit average``."""
 
-    name, title = "average", "`modkit average`"
+    name = "average"
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
@@ -175,7 +174,7 @@ class Average(Writer):
 class Lightning(Writer):
     """A checkpoint of Lightning's Trainer with the callback of modkit."""
 
-    name, title = "lightning", "Lightning callback"
+    name = "lightning"
     file = "last.ckpt"
 
     def __init__(self, elements: int) -> None:
@@ -201,7 +200,7 @@ class Lightning(Writer):
 class Transformers(Writer):
     """The file ``ema.pt`` beside a checkpoint of the Trainer of transformers."""
 
-    name, title, file, any_name = "transformers", "transformers callback", "ema.pt", False
+    name, file, any_name = "transformers", "ema.pt", False
 
     def __init__(self, elements: int) -> None:
         super().__init__(elements)
