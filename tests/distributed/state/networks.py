@@ -125,15 +125,3 @@ def frozen(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [frozen(item) for item in value]
     return freeze(value)
-
-
-def wholes(value: Any) -> Any:
-    """Replace the sharded tensors by full tensors."""
-    if isinstance(value, DTensor):
-        # A single process has it already, and would be given the parameter itself.
-        return value.detach().full_tensor().clone()
-    if isinstance(value, dict):
-        return {key: wholes(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [wholes(item) for item in value]
-    return value.detach().clone() if isinstance(value, Tensor) else value

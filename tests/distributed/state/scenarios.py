@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tests.distributed.averages.networks import whole
 from tests.distributed.state.networks import (
     SPREAD,
     frozen,
@@ -23,7 +24,6 @@ from tests.distributed.state.networks import (
     optimizer_of,
     shard,
     steps,
-    wholes,
 )
 from tests.helpers import MODKIT, TORCH, Implementation
 
@@ -89,7 +89,7 @@ def one_process_gives_all_the_state(impl: Implementation, folder: Path) -> Any:
 @scenario
 def parts_are_put_in_place(impl: Implementation, folder: Path) -> Any:
     """A network without memory takes the parts of a whole state as its parameters."""
-    whole = wholes(trained(impl)[0].state_dict())
+    full = whole(dict(trained(impl)[0].state_dict()))
     with torch.device("meta"):
         model = shard(network(impl, 1))
     members = model.state_dict()
@@ -97,7 +97,7 @@ def parts_are_put_in_place(impl: Implementation, folder: Path) -> Any:
         key: distribute_tensor(value, members[key].device_mesh, members[key].placements)
         if isinstance(members[key], DTensor)
         else value
-        for key, value in whole.items()
+        for key, value in full.items()
     }
     keys = model.load_state_dict(state, strict=True, assign=True)
     model.mask = torch.ones(7)

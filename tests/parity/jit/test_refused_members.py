@@ -3,31 +3,12 @@ import torch
 
 from tests.helpers import TORCH, outcome
 from tests.parity.jit.networks import build, inputs, jit_tests, make_net
+from tests.parity.jit.test_members import returns_itself
 
 
 pytestmark = jit_tests
 
 WRAPPED = pytest.mark.parametrize("kind", ["scripted", "loaded"])
-
-
-def state(module):
-    """Describe what a module holds."""
-    pairs = (*module.named_parameters(), *module.named_buffers())
-    return [(name, tensor.detach(), tensor.requires_grad) for name, tensor in pairs]
-
-
-def returns_itself(method, *args, **options):
-    """Make a case of a method that is to return the module."""
-
-    def case(module):
-        return getattr(module, method)(*args, **options) is module, state(module)
-
-    return case
-
-
-def emptied(module):
-    """Move to the meta device by way of ``to_empty``; values there are none."""
-    return module.to_empty(device="meta") is module, state(module)
 
 
 def forward_hooked(module):
@@ -83,12 +64,12 @@ def hooked_state(module):
 
 
 CASES = {
-    "bfloat16": returns_itself("bfloat16"),
-    "xpu": returns_itself("xpu"),
-    "ipu": returns_itself("ipu"),
-    "mtia": returns_itself("mtia"),
-    "requires_grad_": returns_itself("requires_grad_", False),
-    "to_empty": emptied,
+    "bfloat16": lambda m: returns_itself(m, m.bfloat16()),
+    "xpu": lambda m: returns_itself(m, m.xpu()),
+    "ipu": lambda m: returns_itself(m, m.ipu()),
+    "mtia": lambda m: returns_itself(m, m.mtia()),
+    "requires_grad_": lambda m: returns_itself(m, m.requires_grad_(False)),
+    "to_empty": lambda m: returns_itself(m, m.to_empty(device="meta")),
     "get_parameter": lambda m: m.get_parameter("lin.weight") is m.lin.weight,
     "get_parameter that is a buffer": lambda m: m.get_parameter("shift"),
     "get_buffer": lambda m: m.get_buffer("norm.running_var"),
