@@ -222,7 +222,7 @@ _AVERAGING: Final = [
         "averaging/swap.py",
         "                above.raws[above._pairing.places[id(tensor)]] = raw\n",
         "                pass\n",
-        _EMA + "/test_ema_swap.py",
+        _EMA + "/test_blocks_in_any_order.py",
     ),
     Bug(
         "swap: members that were replaced stay replaced",
