@@ -390,6 +390,13 @@ def test_a_layer_on_its_own_has_a_function():
             assert vars(layer)["_compiled_call_impl"].__code__.co_filename == "<string>"
 
 
+def test_a_block_says_what_it_is():
+    """Its text helps a user who has left out the ``with``."""
+    block = modkit.fast_inference(nn.ReLU())
+
+    assert repr(block) == "<modkit.fast_inference(model): a block, for a with statement>"
+
+
 def test_replicas_are_refused():
     """They would copy the dict of a module with the members that are in it inside the block."""
     layer = nn.Linear(2, 2)
