@@ -7,8 +7,7 @@ for each thread from the outermost call of ``_apply`` to its end, across overrid
 
 import threading
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
@@ -49,26 +48,17 @@ class Ties(NamedTuple):
     buffers: Replacements
 
 
-# In ``ties``: the functions that are being applied in this thread, by identity, outermost first.
-# In ``plain``: those that torch's own method applies.
-_running: Final = threading.local()
+class _Running(threading.local):
+    """The functions that are being applied in this thread, by identity, outermost first."""
+
+    def __init__(self) -> None:
+        self.ties: dict[int, Ties] = {}
+        # Those that torch's own method applies.
+        self.plain: set[int] = set()
+
+
+_running: Final = _Running()
 _DEEPEST: Final = 100
-
-
-@contextmanager
-def _applying(fn: TensorFunction) -> Generator[Ties, None, None]:
-    """Return the ties of a function while it is applied; nested contexts share them."""
-    running: dict[int, Ties] = _running.__dict__.setdefault("ties", {})
-    if id(fn) in running:
-        yield running[id(fn)]
-        return
-    around = next(iter(running.values()), None)
-    replaced = around.parameters if around else Replacements()
-    running[id(fn)] = Ties({}, {}, replaced, Replacements())
-    try:
-        yield running[id(fn)]
-    finally:
-        del running[id(fn)]
 
 
 @patchable
@@ -91,25 +81,35 @@ def _apply(self: ModuleT, fn: TensorFunction, recurse: bool = True) -> ModuleT:
     modkit: A tensor that is registered in several places is converted once, and stays one tensor.
     A module that contains itself raises a RecursionError that names it.
     """
-    plain: set[int] = _running.__dict__.setdefault("plain", set())
-    is_inner = id(fn) in plain
+    plain = _running.plain
+    if id(fn) in plain:
+        return cast("ModuleT", original_methods["_apply"](self, fn, recurse))
     # An override may call this with a function of its own, for a part of what is being converted.
-    if is_inner or (not _running.__dict__.get("ties") and _is_simple(self)):
+    if not _running.ties and _is_simple(self):
         plain.add(id(fn))
         try:
             return cast("ModuleT", original_methods["_apply"](self, fn, recurse))
         finally:
-            if not is_inner:
-                plain.discard(id(fn))
+            plain.discard(id(fn))
 
-    with _applying(fn) as ties:
+    running = _running.ties
+    is_outermost = id(fn) not in running
+    if is_outermost:
+        around = next(iter(running.values()), None)
+        replaced = around.parameters if around else Replacements()
+        running[id(fn)] = Ties({}, {}, replaced, Replacements())
+    ties = running[id(fn)]
+
+    def convert(owner: torch.nn.Module, _: object) -> None:
+        _apply_to_own(owner, fn, ties)
+
+    try:
         if recurse:
-
-            def convert(owner: torch.nn.Module, _: object) -> None:
-                _apply_to_own(owner, fn, ties)
-
             walk(self, _apply, fn, convert)
         _apply_to_own(self, fn, ties)
+    finally:
+        if is_outermost:
+            del running[id(fn)]
     return self
 
 

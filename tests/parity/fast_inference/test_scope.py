@@ -432,7 +432,21 @@ def test_only_a_forward_of_one_expression_is_read(forward):
     assert layers._read(forward) is None
 
 
+def runs_around_a_users_module(scope, impl):
+    """Layers in front of a user's module, and more behind it than one function has, run together."""
+
+    class Own(impl.nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    layers = [nn.Linear(4, 4), nn.Tanh(), Own(), *(nn.Linear(4, 4) for _ in range(30))]
+    model = nn.Sequential(*layers)
+    with scope(model):
+        return run(model), run(model)
+
+
 SCENARIOS = (
+    runs_around_a_users_module,
     what_is_read_inside,
     a_copy_is_independent,
     averages_updated_before_a_change,
