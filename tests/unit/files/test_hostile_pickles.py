@@ -142,18 +142,6 @@ def test_negative_dimensions_of_nothing(size, tmp_path):
     refusal("average_checkpoints", path)
 
 
-def test_inspecting_odd_tensors(tmp_path):
-    """Torch cannot compute the size of the tensor in this pickle."""
-    rebuild = named("torch._utils", "_rebuild_meta_tensor_no_storage")
-    sizes = tuple_of(numbers(2), numbers(-3))
-    odd = called(rebuild, named("torch", "float32"), sizes, sizes, b"\x89")
-    path = written(tmp_path, with_object(odd))
-    try:
-        inspect(path)
-    except FileError as error:
-        assert_readable(error)
-
-
 @for_each("content", [b"1234", b""])
 def test_storages_of_scripts(content, tmp_path):
     """Torch reads as many bytes as the pickle states, beyond the end of a smaller storage."""

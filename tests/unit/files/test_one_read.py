@@ -5,8 +5,7 @@ import torch
 
 import modkit
 from modkit import jit
-from modkit.files import inspect, verify, zip_archive
-from modkit.files.tensor_files import content_of_file
+from modkit.files import verify, zip_archive
 from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.raw_zip import unpacked
@@ -85,16 +84,3 @@ def test_archives(tmp_path, hashed, read):
     # Compressed members are hashed uncompressed.
     assert sum(hashed) == sum(member.file_size for member in archive.members.values())
     assert sum(read) < path.stat().st_size + 5_000
-
-
-@for_each("mapped", [False, True])
-def test_pickles_of_averages_and_of_inspect(mapped, tmp_path, hashed):
-    """The pickle is hashed once, and tensors not at all."""
-    path = tmp_path / "file.pt"
-    torch.save(PLAIN, path)
-    members = unpacked(path.read_bytes())
-    expected = sum(len(member.data) for member in members if b"/data/" not in member.name)
-    del hashed[:]
-    content_of_file(path) if mapped else inspect(path, hashed=False)
-
-    assert sum(hashed) == expected

@@ -2,8 +2,6 @@ import json
 import struct
 from collections import Counter, OrderedDict
 
-import numpy as np
-import pytest
 import torch
 
 import modkit
@@ -217,33 +215,6 @@ def test_the_memory_of_containers(case, script, monkeypatch):
     assert "makes more objects than its size explains" in problem(pickled, script=script)
     monkeypatch.setattr(pickle_limits, "_FREE_MEMORY", free - 2048)
     assert script or problem(pickled, members=1) == ""
-
-
-def real_checkpoints():
-    """Yield contents with very many small objects, as training writes them."""
-    yield "floats", {"losses": [float(i) for i in range(1_000_000)]}
-    yield "small numbers", {"labels": [i % 7 for i in range(1_000_000)]}
-    yield "truths", {"mask": [True, False] * 500_000}
-    yield "texts", {"words": [f"word {i % 50}" for i in range(300_000)]}
-    yield "pairs", {"pairs": [[i % 200, 1] for i in range(300_000)]}
-    yield "tuples", {"pairs": [(i % 200, 1) for i in range(300_000)]}
-    yield "records", {"log": [{"step": i, "loss": i / 7} for i in range(100_000)]}
-    yield "merges", {("a" * (i % 9), str(i)): i for i in range(100_000)}
-    yield "numbers of NumPy", {"losses": [np.float64(i) for i in range(50_000)]}
-    yield "a set", {"losses": [float(i) for i in range(300_000)], "seen": set(range(100_000))}
-    yield "optimizer", {"state": {i: {"step": i, "m": torch.ones(1)} for i in range(3000)}}
-    whole = torch.arange(10_000.0)
-    yield "views", {str(i): whole[i : i + 1] for i in range(10_000)}
-
-
-@pytest.mark.slow
-@for_each(("name", "content"), real_checkpoints, ids=lambda case: case[0])
-def test_contents_of_many_small_objects(name, content, tmp_path):
-    """They are saved, and read as torch reads them."""
-    path = tmp_path / "last.pt"
-    modkit.save_checkpoint(content, path)
-
-    assert str(modkit.load_checkpoint(path))[-500:] == str(content)[-500:]
 
 
 CONTAINERS = {

@@ -7,10 +7,9 @@ import torch
 import modkit
 from modkit.errors import FileError
 from modkit.files.checkpoint_values import readable_names
-from modkit.files.plain_pickles import _has_known_instructions, is_plain_pickle
+from modkit.files.plain_pickles import _has_known_instructions
 from modkit.files.torch_files import TorchFile
 from modkit.files.weights_only import is_usual
-from modkit.files.zip_archive import Archive
 from tests.cases import for_each
 from tests.unit.files.hostile import (
     ORDERED,
@@ -19,7 +18,6 @@ from tests.unit.files.hostile import (
     long_int,
     named,
     numbers,
-    state,
     storage,
     tensor,
     text,
@@ -134,12 +132,6 @@ def test_the_frame_of_a_pickle(content):
     assert not _has_known_instructions(content)
 
 
-def test_hostile_tensors_are_for_this_unpickler():
-    """The pickles of these tests are as plain as those of torch.save."""
-    for data in (checkpoint(), with_object(tensor()), with_object(tensor(offset=numbers(1)))):
-        assert is_plain_pickle(Archive(data, "x").text("data.pkl"), 5)
-
-
 # Offset, size and stride of tensors whose last element is the last one of a storage of four.
 WITHIN = {
     "vector": (0, [4], [1]),
@@ -193,26 +185,6 @@ def test_tensors_one_element_beyond_their_storage(case, tmp_path):
         torch.load(path, weights_only=True)
 
 
-@for_each(("numel", "fails"), [(3, True), (4, False), (5, True)])
-def test_the_number_of_elements_of_a_storage(numel, fails, tmp_path):
-    """It is that of the member."""
-    path = tmp_path / "file.pt"
-    path.write_bytes(with_object(tensor(storage(numel=numbers(numel)), size=tuple_of(numbers(3)))))
-    if fails:
-        with pytest.raises(FileError, match=f"has 16 bytes, {4 * numel} in the pickle"):
-            modkit.load_checkpoint(path)
-    else:
-        assert modkit.load_checkpoint(path)["w"].shape == (3,)
-
-
-def test_a_storage_that_is_not_in_the_archive(tmp_path):
-    """The error names the member that is missing."""
-    path = tmp_path / "file.pt"
-    path.write_bytes(with_object(tensor(storage(key=text("7")), size=tuple_of(numbers(3)))))
-    with pytest.raises(FileError, match="'data/7' has no bytes, 16 in the pickle"):
-        modkit.load_checkpoint(path)
-
-
 @for_each(("version", "plain"), [("0", False), ("1", True), ("10", True), ("11", False)])
 def test_versions_of_the_container(version, plain):
     """Versions that torch has had; torch reads others, or refuses them."""
@@ -230,13 +202,3 @@ def test_byte_orders(order):
     is_of_this_machine = (order or "little") == sys.byteorder
 
     assert is_filled(data) == is_of_this_machine
-
-
-def test_a_memo_of_a_hostile_place(tmp_path):
-    """The last place that is accepted takes 16 MB, and the state dict is read."""
-    path = tmp_path / "file.pt"
-    data = state(tensor() + place((1 << 21) - 1))
-    path.write_bytes(replaced(checkpoint(), {"data.pkl": data}))
-
-    assert is_filled(path.read_bytes())
-    assert torch.equal(modkit.load_checkpoint(path)["w"], torch.arange(4.0))

@@ -186,15 +186,9 @@ def test_writing_to_tensors(mmap, tmp_path):
     assert path.read_bytes() == before
 
 
-@for_each("with_buffer", [True, False])
-def test_training_on_tensors(with_buffer, tmp_path):
+def test_training_on_tensors(tmp_path):
     """Gradients flow to what was loaded, and to the same tensors."""
-    path = tmp_path / "file.pt"
-    content = CONTENTS["parameters"]()
-    if not with_buffer:
-        # Only torch reads buffers.
-        del content["buffer"]
-    torch.save(content, path)
+    path = written(tmp_path, "parameters")
     grads = []
     for load in (torch.load, load_checkpoint):
         found = load(path)
