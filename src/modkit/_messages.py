@@ -67,13 +67,9 @@ MSG_NOTHING_CHOSEN: Final = (
 )
 
 MSG_WRITTEN_INSIDE: Final = (
-    "EMA: {name} was written to inside applied(), and so was its average; to train or change an "
-    "average, take averaged_model()"
-)
-
-MSG_WRITTEN_IN_VAIN: Final = (
-    "EMA: {name} was written to inside applied(), where it held a copy of its average; "
-    "the change is lost, and the training weights are restored"
+    "EMA: {name} was written to inside applied(); the training weights are restored, and the "
+    "average has the change where the two share memory. To train or change an average, take "
+    "averaged_model()"
 )
 
 MSG_CONVERTED_INSIDE: Final = (

@@ -38,6 +38,8 @@ _TRAINED: Final = 10
 # The weight of the first model above which an average is not yet one of the training.
 _LARGE_SHARE: Final = 0.1
 
+_LATER: Final = "Call it outside of the block, or after restore()."
+
 ModelT_co = TypeVar("ModelT_co", bound=torch.nn.Module, default=torch.nn.Module, covariant=True)
 P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
@@ -221,31 +223,25 @@ class EMA(Generic[ModelT_co]):
         # How often the model had been written to; None once a training without updates was noticed.
         self._writes: int | None = self._engine.writes()
 
-    def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = "") -> None:
+    def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = _LATER) -> None:
         """Check that the model holds its training weights, not an average in their place.
 
         Args:
             call: The refused call with its class, such as ``EMA.update()``, for the error.
             model: The model to check.
-            remedy: The remedy, a sentence. Default: to call it later.
+            remedy: The remedy, a sentence.
 
         Raises:
             RuntimeError: If the model holds an average inside applied(), or between copy_to() and
                 restore().
         """
-        name = call.rpartition(".")[2]
         # Either of the two would average, save or train the average itself.
-        if any_swapped(model):
-            place = "inside applied()"
-            remedy = remedy or f"Call {name} outside of the block."
-        elif self._holds_copy(model):
-            place = "between copy_to() and restore()"
-            remedy = remedy or f"Call restore() before {name}."
-        else:
-            return
-        raise RuntimeError(
-            f"{call} was called {place}: the model holds the averaged weights. {remedy}"
-        )
+        is_inside = any_swapped(model)
+        if is_inside or self._holds_copy(model):
+            place = "inside applied()" if is_inside else "between copy_to() and restore()"
+            raise RuntimeError(
+                f"{call} was called {place}: the model holds the averaged weights. {remedy}"
+            )
 
     def _holds_copy(self, model: torch.nn.Module) -> bool:
         """Return True if the model has parameters that ``copy_to`` has written an average to."""

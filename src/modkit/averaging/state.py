@@ -241,10 +241,8 @@ def read(state: Mapping[str, Any], current: LoadedState, step: int | None = None
     """
     if step is not None:
         raise invalid_state(
-            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter. Load "
-            "it without step"
-            if state
-            else f"load_state_dict() got step={step} and an empty state"
+            f"load_state_dict() got step={step}, but a state of {OWN} holds its own counter, or is "
+            "empty and starts anew. Load it without step"
         )
     if not state:
         warn_user("EMA: the state is empty, so averaging starts anew")
@@ -298,15 +296,11 @@ def _read_own(state: Part, schedules: list[Schedule]) -> LoadedState:
         update_after_step=state["update_after_step"].count(),
         buffers=state.get("buffers", {}).tensors(),
         raw=state.get("raw", {}).tensors(),
-        versions=state.get("versions").made(_versions),
+        versions=state.get("versions").made(
+            lambda saved: saved and {str(at): operator.index(n) for at, n in saved.items()}
+        ),
         first_shares=shares or None,
     )
-
-
-def _versions(saved: Mapping[Any, Any] | None) -> dict[str, int] | None:
-    if saved is None:
-        return None
-    return {str(path): operator.index(version) for path, version in saved.items()}
 
 
 def _schedule(saved: Part, current: Schedule) -> Schedule:

@@ -22,7 +22,6 @@ from modkit._messages import (
     MSG_BUFFER_OPTION,
     MSG_CONVERTED_INSIDE,
     MSG_REPLACED_INSIDE,
-    MSG_WRITTEN_IN_VAIN,
     MSG_WRITTEN_INSIDE,
     add_note,
 )
@@ -314,9 +313,8 @@ class Swap:
             if versions[index] == self.versions[index] and not is_converted:
                 continue
             if name not in pairing.copied:
-                is_shared = index not in pairing.casts and index not in pairing.by_element
-                written = MSG_WRITTEN_INSIDE if is_shared else MSG_WRITTEN_IN_VAIN
-                return self._message(index, MSG_CONVERTED_INSIDE if is_converted else written)
+                template = MSG_CONVERTED_INSIDE if is_converted else MSG_WRITTEN_INSIDE
+                return self._message(index, template)
             self.written.append(name)
         return None
 

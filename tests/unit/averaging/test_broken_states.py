@@ -153,7 +153,7 @@ FOREIGN: list[tuple[State, str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:EMA. plain weights")
+@pytest.mark.filterwarnings("ignore:EMA. the state .weights. holds")
 @for_each(
     ("state", "text"),
     FOREIGN,

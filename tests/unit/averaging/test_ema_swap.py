@@ -119,7 +119,6 @@ def test_writing_inside_is_noticed(dtype, fails) -> None:
 
     if not fails or sys.version_info >= (3, 11):
         assert "weight was written to inside applied()" in texts[-1]
-        assert ("the change is lost" in texts[-1]) == (dtype == torch.bfloat16)
     assert model.weight.item() == 8.0
     assert averaged(ema).item() == (1.0 if dtype == torch.float32 else 4.0)
 
