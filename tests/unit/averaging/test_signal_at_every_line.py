@@ -257,7 +257,8 @@ def test_some_bytecodes(operation: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @for_each("operation", OPERATIONS)
-def test_each_bytecode(operation: str) -> None:
-    """Every seventh, so that each line is among them."""
-    assert broken(operation, 7) == {}
+def test_many_bytecodes(operation: str) -> None:
+    """Every thirteenth, so that each call is among them."""
+    assert broken(operation, 13) == {}
