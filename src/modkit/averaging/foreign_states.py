@@ -234,7 +234,6 @@ def read(
         averages=[stored_average(converted.averages)] * len(current.schedules),
         buffers=converted.averages,
         foreign=True,
-        mixed=True,
         versions=Part(converted.source, state, "_metadata").made(_versions_in),
     )
     if step is None and converted.step is None and converted.n_averaged is None:

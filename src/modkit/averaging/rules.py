@@ -149,13 +149,9 @@ class Average:
         """Return what the next step depends on; tensors are not copied.
 
         Returns:
-            ``"tensors"`` by name, and batch normalization ``"statistics"``, if there are any.
+            ``"tensors"`` and batch normalization ``"statistics"`` by name.
         """
-        state: dict[str, Any] = {"tensors": dict(self.tensors)}
-        # Older versions do not know the entry, so it is only there if it is needed.
-        if self.statistics:
-            state["statistics"] = dict(self.statistics)
-        return state
+        return {"tensors": dict(self.tensors), "statistics": dict(self.statistics)}
 
 
 @dataclass

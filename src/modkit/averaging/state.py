@@ -165,8 +165,8 @@ class LoadedState:
         update_after_step: Number of calls before the first one.
         buffers: Copied tensors by name.
         raw: Training weights, if the state was saved while the model held an average.
-        foreign: True for states of other libraries, whose precision is not that of the average.
-        mixed: True if the averages may hold tensors that are not averaged.
+        foreign: True if the averages may hold tensors that are not averaged, as those of other
+            libraries and migrated ones may.
         versions: The versions of the model's modules by path, as a state dict's ``_metadata``, or
             without those that are 1; None if they are unknown.
         first_shares: The weight of the first model in each average; None if it is unknown.
@@ -182,7 +182,6 @@ class LoadedState:
     buffers: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     raw: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     foreign: bool = False
-    mixed: bool = False
     versions: Mapping[str, Any] | None = None
     first_shares: list[float] | None = None
 
@@ -217,7 +216,7 @@ def migrated(loaded: LoadedState, model: torch.nn.Module) -> LoadedState:
     new = migrations.migrate(model, state)
     averages = new["averages"]
     buffers = averages[0]["tensors"] if loaded.foreign else new["buffers"]
-    return replace(loaded, averages=averages, buffers=buffers, raw=new["raw"], mixed=True)
+    return replace(loaded, averages=averages, buffers=buffers, raw=new["raw"], foreign=True)
 
 
 def stored_average(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -356,7 +355,7 @@ def matched(
 
     tensors_of_each = [dict(stored["tensors"]) for stored in loaded.averages]
     for index, tensors in enumerate(tensors_of_each):
-        if loaded.mixed:
+        if loaded.foreign:
             # Other libraries save tied tensors under each name, and tensors that are not averaged.
             for alias, name in members.aliases.items():
                 if alias in tensors:
