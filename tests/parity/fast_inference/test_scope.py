@@ -3,6 +3,7 @@ import copy
 import gc
 import pickle
 import random
+import sys
 import threading
 import weakref
 from contextlib import ExitStack
@@ -383,11 +384,47 @@ def test_a_table_of_another_class_stays(impl):
     assert reads == ["weight", "bias"]
 
 
-def test_a_layer_on_its_own_has_a_function():
-    """A model that is one layer of torch is called without `Module._call_impl`."""
-    for layer in (nn.Linear(2, 2), nn.BatchNorm1d(2), nn.GELU()):
-        with modkit.fast_inference(layer):
-            assert vars(layer)["_compiled_call_impl"].__code__.co_filename == "<string>"
+IMAGE, STEPS, STATE = torch.randn(2, 3, 6, 6), torch.randn(5, 2, 4), torch.zeros(1, 2, 4)
+ON_THE_SHORT_PATH = {
+    "image": (
+        nn.Sequential(
+            nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+            nn.GroupNorm(2, 4),
+            nn.Flatten(),
+            nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Dropout()),
+            nn.Softmax(1),
+        ),
+        (IMAGE,),
+    ),
+    "long": (nn.Sequential(*(nn.Linear(6, 6) for _ in range(30))), (IMAGE,)),
+    "tokens": (nn.Sequential(nn.Embedding(5, 4), nn.GELU()), (torch.tensor([[1, 2]]),)),
+    "GRUCell": (nn.GRUCell(4, 4), (STEPS[0], STATE[0])),
+    "LSTMCell": (nn.LSTMCell(4, 4), (STEPS[0], (STATE[0], STATE[0]))),
+    "GRU": (nn.GRU(4, 4), (STEPS, STATE)),
+    "LSTM": (nn.LSTM(4, 4), (STEPS, (STATE, STATE))),
+}
+
+
+@for_each("case", ON_THE_SHORT_PATH)
+def test_no_layer_takes_torchs_path(case):
+    """Results alone would not show it: whatever is in doubt is computed by torch's own calls."""
+    model, inputs = ON_THE_SHORT_PATH[case]
+    model.eval()
+    torchs, calls = nn.Module._call_impl.__code__, []
+
+    def count(frame, event, _argument):
+        if event == "call" and frame.f_code is torchs:
+            calls.append(frame.f_locals["self"])
+
+    with torch.no_grad(), modkit.fast_inference(model):
+        assert vars(model)["_compiled_call_impl"].__code__.co_filename == "<string>"
+        sys.setprofile(count)
+        try:
+            model(*inputs)
+        finally:
+            sys.setprofile(None)
+
+    assert calls == []
 
 
 def test_a_block_says_what_it_is():
@@ -442,7 +479,9 @@ def runs_around_a_users_module(scope, impl):
     layers = [nn.Linear(4, 4), nn.Tanh(), Own(), *(nn.Linear(4, 4) for _ in range(30))]
     model = nn.Sequential(*layers)
     with scope(model):
-        return run(model), run(model)
+        plain = run(model)
+        model[0].register_forward_hook(lambda *given: given[-1] * 2)
+        return plain, run(model)
 
 
 SCENARIOS = (
