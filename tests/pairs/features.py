@@ -655,7 +655,7 @@ class Jit(Feature):
 
 @feature("compat")
 class Compat(Feature):
-    """What `modkit compat` compares in two processes is equal here: models on torch and on modkit."""
+    """Compare models on torch and on modkit in one process, as `modkit compat` does in two."""
 
     @contextlib.contextmanager
     def view(self, world: World, subject: Any) -> Iterator[Shown]:

@@ -653,7 +653,7 @@ class CtrlC(Failing):
         def called(frame: Any, event: str, _: object) -> None:
             nonlocal count
             is_modkit = str(frame.f_globals.get("__package__", "")).startswith("modkit")
-            # Errors in generators that nobody holds are ignored.
+            # Python ignores errors in generators that it closes.
             is_generator = frame.f_code.co_flags & inspect.CO_GENERATOR
             if event == "call" and is_modkit and not is_generator:
                 count += 1

@@ -205,7 +205,7 @@ def on_rank(situation: str, features: tuple[str, ...], folder: str) -> dict[str,
             results = [f"{type(error).__name__}: {error}"] * ranks
         torch.distributed.all_gather_object(results, results[rank], group=meeting)
         found[name] = results
-        # What the ranks of a failed feature still wait for must not meet the next feature.
+        # Messages that the ranks of a failed feature wait for must not meet the next feature.
         torch.distributed.destroy_process_group()
         torch.distributed.init_process_group(
             "gloo",
