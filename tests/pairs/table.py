@@ -107,6 +107,7 @@ CALLED = "the model of the training is called, which changes it"
 ALONE = {
     ("PostHocEMA", "full disk"): "it writes while the model is trained",
     ("load_averages", "full disk"): "torch writes the folder",
+    ("state of AveragedModel", "DDP, saver of one rank"): "its names have the wrapper, as with DDP",
     ("fast_inference", "buffers written in forward"): CALLED,
     ("jit", "buffers written in forward"): CALLED,
 }
