@@ -1,8 +1,8 @@
 """Checkpoints of ``torch.save``: written atomically, read with verified checksums.
 
-A fast path reads plain state dicts, with an allow-list of names, and verifies memory as it is read.
-Other files are verified, then read by ``torch.load(weights_only=True)``. Neither executes code from
-the file.
+Storages are verified while they are read, then the pickle is read with the names that
+``torch.load(weights_only=True)`` allows. Old formats, other byte orders and modes of torch are left
+to ``torch.load``, after the file is verified. Neither executes code from the file.
 """
 
 import io
@@ -161,9 +161,9 @@ def load_checkpoint(
     """Read a file of ``torch.save`` after verifying its checksums.
 
     ``torch.load`` ignores the checksums: a flipped bit in the file silently becomes another weight
-    (https://github.com/pytorch/pytorch/issues/126952). Plain state dicts are verified while they
-    are read: many small tensors are faster than with ``torch.load``, large ones take about the same
-    time if the package zlib-ng is installed. Other files are verified, and then read by torch.
+    (https://github.com/pytorch/pytorch/issues/126952). Here tensors are verified while they are
+    read: many small tensors are faster than with ``torch.load``, large ones take about the same
+    time if the package zlib-ng is installed. Old formats are read by torch.
 
     Args:
         path: The file, or one that is open for reading, which is read into memory from its position
