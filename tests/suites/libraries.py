@@ -479,4 +479,23 @@ LIBRARIES = (
         repository="f-dangel/backpack@366bcd603cb48e561155919537565e03f4574825",
         sample={"test/utils": 4},
     ),
+    Library(
+        "captum",
+        "0.8.0 (development)",
+        tuple(
+            f"tests/{name}" for name in ("attr", "concept", "metrics", "module", "robust", "utils")
+        ),
+        ("tests",),
+        repository="pytorch/captum@faac08773131888714b15709b28494ebeea7f6eb",
+        left_out={"tests/attr/test_llm_attr": _OUTSIDE},
+        sample={"tests": 8},
+    ),
+    # Most of its tests compare a text with that of another torch, and fail on each side.
+    Library(
+        "torchinfo",
+        "1.8.0 (development)",
+        ("tests/torchinfo_test.py", "tests/exceptions_test.py", "tests/half_precision_test.py"),
+        ("tests",),
+        repository="TylerYep/torchinfo@5c4164f1e2e185ce33c597dbe00535bf8ed2b930",
+    ),
 )
