@@ -136,8 +136,8 @@ _AVERAGING: Final = [
     Bug(
         "attach: a step inside a step of the same optimizer counts",
         "averaging/optimizer_steps.py",
-        "for stepping in steps_in_progress()) > 1",
-        "for stepping in steps_in_progress()) > 2",
+        "is table for other in stepping) > 1",
+        "is table for other in stepping) > 2",
         _EMA + "/test_attached_steps.py",
     ),
     Bug(

@@ -75,6 +75,8 @@ class OptimizerSteps:
         # The ids of the parameters of each optimizer, when they were last compared.
         self._trained: dict[int, list[int]] = {}
         self._stepped: set[int] = set()
+        # Steps that have begun since the last that counted; more than one may be nested ones.
+        self._begun = 0
         self._handles: list[RemovableHandle] = []
         self.versions: list[int] | None = None
         self._has_warned = False
@@ -100,8 +102,7 @@ class OptimizerSteps:
         for index, optimizer in enumerate(optimizers):
             check_optimizer(owner, optimizer)
             kind = type(optimizer).__name__
-            others = (*self.optimizers.values(), *optimizers[:index])
-            if any(optimizer is other for other in others):
+            if optimizer in (*self.optimizers.values(), *optimizers[:index]):
                 raise ValueError(f"{owner}: {kind} is attached already, or given twice")
 
             if not trains_any(optimizer, averaged_ids):
@@ -124,9 +125,10 @@ class OptimizerSteps:
         self, refuse: Callable[[], None], update: Callable[[], None], index: int, *call: Any
     ) -> None:
         refuse()
+        self._begun += 1
         self.versions = None
         # If only some optimizers have stepped when one steps again, the training step is over.
-        if index in self._stepped and _counts(*call):
+        if index in self._stepped and self._counts(*call):
             self._stepped.clear()
             update()
 
@@ -134,14 +136,29 @@ class OptimizerSteps:
     def _after(
         self, averaged: _Parameters, update: Callable[[], None], index: int, *call: Any
     ) -> None:
-        if not _counts(*call):
+        if not self._counts(*call):
             return
+        self._begun = 0
         self._stepped.add(index)
         if self._stepped >= self.optimizers.keys():
             self._stepped.clear()
             self._check_trained(averaged)
             update()
             self.versions = self._versions_now()
+
+    def _counts(self, optimizer: Optimizer, _: object, keywords: Mapping[str, Any]) -> bool:
+        """Return True unless a step is a part of another one, or does not train.
+
+        ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a
+        learning rate of 0, so that there is a state to load into.
+        """
+        # The stack takes as long to read as a small update.
+        stepping = steps_in_progress() if self._begun > 1 else []
+        # A wrapper and the optimizer inside are two objects with one table of hooks.
+        table = step_hooks(optimizer)
+        if sum(step_hooks(other) is table for other in stepping) > 1:
+            return False
+        return not (keywords.get("closure", ...) is None and is_allocating_state())
 
     @property
     def optimizers(self) -> dict[int, Optimizer]:
@@ -200,23 +217,7 @@ class OptimizerSteps:
 
     def _versions_now(self) -> list[int]:
         # Any optimizer that steps writes to the first parameters, also one that is not attached.
-        groups = chain.from_iterable(
-            optimizer.param_groups for optimizer in self.optimizers.values()
-        )
+        groups = [group for one in self.optimizers.values() for group in one.param_groups]
         first = [group["params"][0] for group in groups if group["params"]]
         # A write to a sharded tensor does not count for its local shard, nor the other way round.
         return versions_of([*first, *map(local_shard, first)])
-
-
-def _counts(optimizer: Optimizer, arguments: object, keywords: Mapping[str, Any]) -> bool:
-    """Return True unless a step is a part of another one, or serves another purpose than to train.
-
-    ``torch.distributed.checkpoint`` calls ``step(closure=None)`` with zero gradients and a learning
-    rate of 0, so that there is a state to load into.
-    """
-    # A wrapper and the optimizer inside are two objects with one table of hooks.
-    table = step_hooks(optimizer)
-    if sum(step_hooks(stepping) is table for stepping in steps_in_progress()) > 1:
-        return False
-    is_without_closure = "closure" in keywords and keywords["closure"] is None
-    return not (is_without_closure and is_allocating_state())
