@@ -501,7 +501,7 @@ class EMA(Generic[ModelT_co]):
             Pairs of canonical name and tensor, none before the first update: averages in the order
             of the model's parameters and buffers, then copied buffers, then the statistics of
             :meth:`update_bn`. Averages have the shape of the parameter, and the dtype that
-            ``precision`` or :meth:`to` gives them. They are not copied, so that a write changes the
+            ``precision`` gives them. They are not copied, so that a write changes the
             average.
 
         Raises:

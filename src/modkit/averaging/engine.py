@@ -38,7 +38,7 @@ class Engine:
 
     Attributes:
         model: The model in training.
-        options: The options; :meth:`to` replaces them.
+        options: The options.
         begun: True once the averages hold values.
         averages: The averages, in the order of the schedules.
         swaps: The latest pairings of averages with models.
