@@ -157,7 +157,7 @@ callback = EMAWeightAveraging(decay=0.99, update_every_n_steps=10, update_starti
 """,
         "ours": f"""
 from modkit.integrations.lightning import EMACallback
-callback = EMACallback(schedule=schedules.PerUpdate(schedules.Constant(0.99)), \
+callback = EMACallback(schedule=schedules.PerUpdate(0.99), \
 update_every=10, update_after_step=100, buffers="average", swap_to_average_at_end=True)
 {_FIT}
 """,
