@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import IO, Any, cast
 
 import torch
 
@@ -38,8 +38,6 @@ from modkit.files.zip_archive import MOST_TEXT, Archive, file_of, open_source, r
 
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
-
-_OF_SCRIPTS: Final = "torch._C.ScriptObject"
 
 
 @never_compiled
@@ -294,7 +292,7 @@ def _unsafe_reason(error: pickle.UnpicklingError, content: Content) -> str:
         return "it holds sharded tensors; to read them, import torch.distributed.tensor first"
     known = readable_names(content.names)
     names = [name.removeprefix("builtins.") for name in content.foreign if name not in known]
-    if _OF_SCRIPTS in content.foreign:
+    if "torch._C.ScriptObject" in content.foreign:
         return (
             "it holds objects of TorchScript, which weights_only=True never reads; if you trust "
             "the file, torch.load(path, weights_only=False) executes its code"

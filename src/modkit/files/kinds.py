@@ -57,8 +57,6 @@ _LFS: Final = "version https://git-lfs"
 # instructions for the protocol and for a frame may be before it.
 _LEGACY_MAGIC: Final = b"\x8a\n" + 0x1950A86A20F9469CFC6C.to_bytes(10, "little")
 _MAGIC_END: Final = 2 + 9 + len(_LEGACY_MAGIC)
-# Those that begin with their number.
-_PROTOCOLS: Final = {b"\2", b"\3", b"\4", b"\5"}
 
 
 def kind_of(source: int | bytes) -> str:
@@ -84,7 +82,8 @@ def kind_of(source: int | bytes) -> str:
     # A JSON header after its length.
     if head[8:9] == b"{" and 2 <= int.from_bytes(head[:8], "little") <= MOST_JSON:
         return SAFETENSORS
-    if head[:1] == b"\x80" and head[1:2] in _PROTOCOLS:
+    # Pickles of the later protocols begin with their number.
+    if head[:1] == b"\x80" and head[1:2] in {b"\2", b"\3", b"\4", b"\5"}:
         return LEGACY if _LEGACY_MAGIC in head[:_MAGIC_END] else PICKLE
     # The last character may be cut off. Surrogates are not printable.
     if len(head) == _HEAD:

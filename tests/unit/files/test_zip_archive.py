@@ -128,10 +128,10 @@ def test_a_member_that_reaches_into_the_table(size, fails):
         Archive(data, "x")
 
 
-@for_each("size", [65535, 65536, 65537])
+@for_each("size", [65535, 65536, 65537, (1 << 20) + 1])
 @for_each("flip", [False, True])
-def test_small_and_large_members(size, flip, tmp_path):
-    """Members on both sides of the limit for threads are read, and verified."""
+def test_small_and_large_members(size, flip):
+    """Members on both sides of the limit for threads, and of two pieces, are read and verified."""
     content = saved({"w": torch.arange(size, dtype=torch.uint8)})
     raw = torch.arange(size, dtype=torch.uint8).numpy().tobytes()
     if flip:
