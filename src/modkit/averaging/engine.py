@@ -275,10 +275,8 @@ class Engine:
         """
         # A first update that was refused may have allocated averages.
         averages = self.averages if self.begun else [Average(self.options) for _ in self.averages]
-        return {
-            "averages": [average.state_dict() for average in averages],
-            "buffers": self.copied() if self.begun else {},
-        }
+        stored = [{"tensors": dict(a.tensors), "statistics": dict(a.statistics)} for a in averages]
+        return {"averages": stored, "buffers": self.copied() if self.begun else {}}
 
     def load(self, loaded: ema_state.LoadedState, named: NamedTensors) -> None:
         """Load a state; it is compared with the model before anything is changed.

@@ -434,7 +434,8 @@ def _add(result: Reconstruction, snapshot: Snapshot, coefficient: float) -> None
 
     for name in averages.shapes:
         tensor = averages.tensor(name)
-        if not is_averaged(tensor) or tensor.itemsize < 2:
+        is_other_kind = tensor.is_complex() != sums.get(name, tensor).is_complex()
+        if is_other_kind or not is_averaged(tensor) or tensor.itemsize < 2:
             raise FileError(f"{path} is corrupt: its average {name!r} is of {tensor.dtype}")
         # Coefficients of both signs cancel, which 16 bits do not survive.
         wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -55,8 +55,8 @@ HOST_DEVICES: Final = frozenset({"cpu"})
 CHUNK: Final = 1 << 20
 DEVICE_CHUNK: Final = 1 << 23
 
-# Low-order bits of a float32 that each 16-bit dtype lacks.
-_ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
+# Low-order bits of a float32 that each 16-bit dtype lacks: those that are rounded stochastically.
+ROUNDED: Final = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def is_averaged(tensor: Tensor) -> bool:
@@ -80,7 +80,7 @@ def kept_dtype(dtype: torch.dtype, precision: Precision) -> torch.dtype:
     if dtype.is_floating_point and dtype.itemsize == 1:
         # These dtypes have no arithmetic.
         return wide
-    stays = precision == "same" or (precision == "stochastic" and dtype in _ROUNDED)
+    stays = precision == "same" or (precision == "stochastic" and dtype in ROUNDED)
     return dtype if stays else torch.promote_types(dtype, wide)
 
 
@@ -258,7 +258,7 @@ def stochastic_(
     """
     # Random low-order bits are added, and carry into the others with that probability. Then the
     # low-order bits are cut off: in two's complement, -(1 << cut) has all bits set but those.
-    cut = _ROUNDED[averages[0].dtype]
+    cut = ROUNDED[averages[0].dtype]
     for targets, values in in_parts(averages, currents):
         noise = _random_bits(sum(target.numel() for target in targets), cut, generator)
         pieces = noise.split([target.numel() for target in targets])
@@ -275,11 +275,6 @@ def _random_bits(elements: int, count: int, generator: torch.Generator) -> Tenso
     draws = torch.empty(-(-elements // 4), dtype=torch.int64, device=generator.device)
     draws.random_(-(1 << 63), None, generator=generator)
     return draws.view(torch.int16)[:elements].to(torch.int32).bitwise_and_((1 << count) - 1)
-
-
-def is_rounded(dtype: torch.dtype) -> bool:
-    """Return True for the dtypes that stochastic rounding is implemented for."""
-    return dtype in _ROUNDED
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

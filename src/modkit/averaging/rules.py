@@ -136,22 +136,13 @@ class Average:
             # XLA has one random state for all, and no generators.
             device = torch.device("cpu")
         if device not in self._generators:
-            generator = torch.Generator(device=device).manual_seed(self._seed)
-            self._generators[device] = generator
+            self._generators[device] = torch.Generator(device=device).manual_seed(self._seed)
         return self._generators[device]
 
     def seed(self, step: int) -> None:
         """Seed the stochastic rounding of a step, whose number is its only state."""
         self._seed = (self.options.seed + step) % _SEEDS
         self._generators = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what the next step depends on; tensors are not copied.
-
-        Returns:
-            ``"tensors"`` and batch normalization ``"statistics"`` by name.
-        """
-        return {"tensors": dict(self.tensors), "statistics": dict(self.statistics)}
 
 
 @dataclass
@@ -325,9 +316,7 @@ class Ema(Rule):
             if isinstance(weight, float) and weight == 1.0:
                 # A lerp from an infinite average would be NaN.
                 copy_all_(averages, currents)
-            elif owner.options.precision == "stochastic" and precision.is_rounded(
-                averages[0].dtype
-            ):
+            elif owner.options.precision == "stochastic" and averages[0].dtype in precision.ROUNDED:
                 generator = owner.generator(averages[0].device)
                 precision.stochastic_(averages, currents, weight, generator)
             elif group.is_alike and not isinstance(weight, Tensor):

@@ -326,7 +326,8 @@ def _schedule(saved: Part, current: Schedule) -> Schedule:
 
 def _average(saved: Part) -> dict[str, Any]:
     """Return what a state holds of an average; of its parts, only those that are needed exist."""
-    return {name: saved.get(name, {}).tensors() for name in stored_average({})}
+    # States of earlier versions have "rests": what rounding had lost of averages.
+    return {name: saved.get(name, {}).tensors() for name in ("rests", *stored_average({}))}
 
 
 def check_raw(raw: Mapping[str, Tensor], named: NamedTensors) -> None:
@@ -373,6 +374,13 @@ def matched(
         # The engine refuses the others, which torch cannot average.
         dense = {n: tensor for n, tensor in averaged.items() if tensor.layout == torch.strided}
         _check_like(f"averages[{index}]['tensors']", tensors, dense)
+        rests = stored.get("rests", {})
+        _check_like(f"averages[{index}]['rests']", rests, dense)
+        check_match(_MISFIT, {n: dense[n].shape for n in rests if n in dense}, shapes_of(rests))
+        for name, rest in rests.items():
+            # More bits than both have, so that the sum loses nothing.
+            wide = torch.promote_types(rest.dtype, torch.float64)
+            tensors[name] = tensors[name].to(wide).add(rest)
 
     shards = [tensor for tensors in tensors_of_each for tensor in tensors.values()]
     if not are_own_shards([*shards, *loaded.raw.values()], averaged.values()):

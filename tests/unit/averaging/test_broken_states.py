@@ -93,6 +93,8 @@ BROKEN: list[tuple[str, tuple[Any, ...], Any, str]] = [
     ("plain", (*TENSORS, "more"), ONES, "1 unexpected: more"),
     ("plain", WEIGHT, MISSING, "1 missing: 0.weight"),
     ("plain", (*FIRST, "statistics"), {"1.running_mean": torch.ones(5)}, "1.running_mean"),
+    ("plain", (*FIRST, "rests"), {"0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead"),
+    ("plain", (*FIRST, "rests"), {"other": ONES}, "1 unexpected: other"),
     ("plain", ("raw",), {"0.weight": ONES.T}, "training weights of the state do not fit"),
     ("plain", ("raw",), {"0.weight": ONES.cfloat()}, r"raw\['0.weight'\] .* must be like"),
 ]

@@ -144,6 +144,24 @@ def test_wrappers_and_broken_states_are_named(state, text):
     assert ema.n_averaged == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex64])
+def test_error_terms_of_earlier_versions_are_added(dtype):
+    """The value of an average is the sum, which an average in float32 holds."""
+    model = nn.Linear(2, 3, dtype=dtype)
+    ema = modkit.EMA(model, 0.9)
+    ema.update()
+    weight, bias = (torch.full(shape, 1.0, dtype=dtype) for shape in ((3, 2), (3,)))
+    error = torch.full((3,), 2.0**-12, dtype=dtype)
+    state = ema.state_dict()
+    state["averages"][0].update(tensors={"weight": weight, "bias": bias}, rests={"bias": error})
+    ema.load_state_dict(state)
+    averages = dict(ema.named_averages())
+
+    assert averages["weight"].eq(1).all()
+    assert averages["bias"].eq(1 + 2.0**-12).all()
+    assert bias.eq(1).all()
+
+
 def test_plain_weights():
     """The state of a model is averaged weights, if the model is known."""
     converted = convert(MEMBERS, Net())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from modkit.averaging.posthoc import find_snapshots, fit_power, reconstruct, save_snapshot
-from modkit.errors import NameMismatchError
+from modkit.errors import FileError, NameMismatchError
 from modkit.schedules import Power
 from tests.cases import for_each
 
@@ -103,6 +103,17 @@ def test_snapshots_of_different_models(tmp_path):
 
         with pytest.raises(NameMismatchError, match=f"does not fit .* before it: .*{problem}"):
             reconstruct(folder, 0.15, max_error=5)
+
+
+@pytest.mark.parametrize("later", [torch.float32, torch.complex64])
+def test_real_and_complex_snapshots_do_not_fit(later, tmp_path):
+    """An average that is real in one file and complex in another is refused, with the file's name."""
+    earlier = torch.complex64 if later == torch.float32 else torch.float32
+    for step, dtype in ((5, earlier), (10, later)):
+        save_snapshot(tmp_path, {"w": torch.ones(2, dtype=dtype)}, step=step, sigma_rel=0.1)
+
+    with pytest.raises(FileError, match=rf"ema-0000000010.* 'w' is of {later}"):
+        reconstruct(tmp_path, 0.15, max_error=9)
 
 
 # --- the fit -------------------------------------------------------------------------------------
