@@ -32,8 +32,7 @@ ADVICE: Final = {
     TORCH_SAVE: "read it with modkit.load_checkpoint",
     LEGACY: "read it with modkit.load_checkpoint; it has no checksums, and `modkit convert` writes "
     "it with them",
-    TORCHSCRIPT: "read it with modkit.jit.load",
-    FLATBUFFER: "read it with modkit.jit.load",
+    **dict.fromkeys((TORCHSCRIPT, FLATBUFFER), "read it with modkit.jit.load"),
     EXPORT: "read it with torch.export.load",
     SAFETENSORS: "read it with safetensors.torch.load_file",
     PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it "
@@ -50,8 +49,6 @@ _HEAD: Final = 1 << 16
 MOST_JSON: Final = 32 << 20
 # gzip, bzip2, xz, zstd, 7z and rar.
 _PACKERS: Final = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf", b"Rar!")
-_TAR_MARK: Final = b"ustar"
-_TAR_MARK_PLACE: Final = 257
 _LFS: Final = "version https://git-lfs"
 # The first object of the pickles that torch.save wrote before torch 1.6: a number of ten bytes. The
 # instructions for the protocol and for a frame may be before it.
@@ -74,7 +71,8 @@ def kind_of(source: int | bytes) -> str:
     head = read_some(source, 0, _HEAD)
     if not head:
         return EMPTY
-    if head.startswith(_PACKERS) or head.startswith(_TAR_MARK, _TAR_MARK_PLACE):
+    # A tar archive has its mark behind the fields of the first file.
+    if head.startswith(_PACKERS) or head[257:262] == b"ustar":
         return PACKED
     # The identifier of a flatbuffer comes after an offset of four bytes.
     if head[4:8] == b"PTMF":

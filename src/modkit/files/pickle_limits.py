@@ -154,9 +154,12 @@ def _set_item(unpickler: Any) -> None:
 
 
 def _set_items(unpickler: Any) -> None:
-    # Above a mark, the stack is a list of its own.
-    unpickler.hash(unpickler.stack[::2])
-    _STOCK["SETITEMS"](unpickler)
+    items: list[Any] = unpickler.pop_mark()
+    unpickler.hash(items[::2])
+    # Looked up for a batch of none too, as torch refuses all but dicts.
+    set_item = unpickler.stack[-1].__setitem__
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        set_item(key, value)
 
 
 def _call(unpickler: Any) -> None:

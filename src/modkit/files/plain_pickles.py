@@ -23,7 +23,7 @@ _INSTRUCTIONS_WITHOUT_LENGTH: Final = r"""(?:
 
     # Empty containers, what fills them, and calls.
   | (?: EMPTY_TUPLE | EMPTY_LIST | EMPTY_DICT
-      | APPEND | APPENDS | SETITEM | SETITEMS | BUILD | REDUCE | BINPERSID )
+      | APPEND | APPENDS | SETITEM | SETITEMS (?: MARK SETITEMS )? | BUILD | REDUCE | BINPERSID )
 
     # A tuple of anything is the arguments of a call, or describes a storage: hashing nested tuples
     # may take exponential time. torch.save may memoize it first.
@@ -31,9 +31,9 @@ _INSTRUCTIONS_WITHOUT_LENGTH: Final = r"""(?:
     (?: BINPUT . | LONG_BINPUT ..[\x00-\x1f]\x00 )?
     (?: REDUCE | BINPERSID )
 
-    # Any other tuple holds only numbers: sizes and strides. torch.save never marks an empty list,
-    # but a dict of 1,000 entries ends in a batch of none.
-  | MARK (?: NUMBER{1,99} TUPLE | (?! APPENDS | TUPLE ) )
+    # Any other tuple holds only numbers: sizes and strides. torch.save never marks an empty list
+    # or dict, but a dict of 1,000 entries ends in a batch of none.
+  | MARK (?: NUMBER{1,99} TUPLE | (?! APPENDS | SETITEMS | TUPLE ) )
   | NUMBER{3} TUPLE3
   | NUMBER{2} TUPLE2
   | NUMBER TUPLE1

@@ -311,6 +311,7 @@ ODD = {
     ),
     "an instruction of protocol 4": tensor() + b"\x94",
     "two values": b"N" + tensor(),
+    "no items for a text": text("x") + b"(u",
     "function that rebuilds tensors": named("torch._utils", "_rebuild_tensor_v2"),
 }
 

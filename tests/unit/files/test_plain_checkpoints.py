@@ -76,10 +76,11 @@ ACCEPTED = {
     "storage": storage(),
     "storage of a pair": text("a") + text("b") + b"\x86Q",
     "state": ORDERED + b"}b",
-    "empty batch of a dict": b"}(u",
+    "empty batch after one of a dict": b"}(" + text("a") + b"Nu(u",
     "many instructions": (b"N" * 999 + text("x")) * 3 + b"N" * 2001,
 }
 REFUSED = {
+    "empty batch of a dict": b"}(u",
     "unknown instruction": b"\xff",
     "extension": b"\x82\1",
     "end in the middle": b"N.N",
