@@ -112,7 +112,7 @@ def _gathered(
     ``read`` returns what a rank has by name: tensors, and values in which all ranks with the name
     must agree; then further entries, of which that of the first rank counts. A tensor that rank 0
     lacks, as those of other pipeline stages, comes from the first rank that has it.
-    """
+    """  # noqa: DOC501 - of what differs, and of what fails on a rank
     own: dict[Any, Any] = {}
 
     def report() -> tuple[dict[Any, Any], dict[Any, Any]]:

@@ -31,9 +31,6 @@ from modkit.averaging.sharding import is_sharded_alike, local_shard, shards_of
 
 Tensors: TypeAlias = Mapping[str, Tensor]
 
-# Seeds of generators have 64 bits.
-_SEEDS: Final = 1 << 64
-
 
 class Average:
     """The average of named tensors: what is stored of it, and what a checkpoint holds of it.
@@ -141,7 +138,8 @@ class Average:
 
     def seed(self, step: int) -> None:
         """Seed the stochastic rounding of a step, whose number is its only state."""
-        self._seed = (self.options.seed + step) % _SEEDS
+        # Seeds of generators have 64 bits.
+        self._seed = (self.options.seed + step) % (1 << 64)
         self._generators = {}
 
 

@@ -50,10 +50,11 @@ _LEAST_PLAUSIBLE: Final = 0.1
 _WIDEST: Final = 1 / math.sqrt(12)
 
 # Which numbers a field of a schedule accepts, in words and as a function.
-_FRACTION: Final = {"limits": ("from 0 to 1", lambda number: 0 <= number <= 1)}
-_POSITIVE: Final = {"limits": ("above 0", lambda number: number > 0)}
-_AT_LEAST_ONE: Final = {"limits": ("1 or more", lambda number: number >= 1)}
-_WIDTH: Final = {"limits": ("above 0 and below 0.2886", lambda number: 0 < number < _WIDEST)}
+_Limits: TypeAlias = dict[str, tuple[str, Callable[[float], bool]]]
+_FRACTION: Final[_Limits] = {"limits": ("from 0 to 1", lambda x: 0 <= x <= 1)}
+_POSITIVE: Final[_Limits] = {"limits": ("above 0", lambda x: x > 0)}
+_AT_LEAST_ONE: Final[_Limits] = {"limits": ("1 or more", lambda x: x >= 1)}
+_WIDTH: Final[_Limits] = {"limits": ("above 0 and below 0.2886", lambda x: 0 < x < _WIDEST)}
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,15 @@ class Schedule(ABC):
             problem = f"{type(self).__name__}: {declared.name} must be"
             value = getattr(self, declared.name)
             limits = declared.metadata.get("limits")
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            is_number: bool = type(value) is not bool and isinstance(value, numbers.Real)
             if limits and not is_number:
                 raise TypeError(f"{problem} a number, got {value!r}")
             if limits and not limits[1](value):
                 raise ValueError(f"{problem} {limits[0]}, got {value!r}")
             if is_number:
                 # NumPy's numbers would make a state that ``weights_only=True`` refuses to load.
-                is_whole = isinstance(value, numbers.Integral) and not limits
-                object.__setattr__(self, declared.name, int(value) if is_whole else float(value))
+                plain: Any = int if isinstance(value, numbers.Integral) and not limits else float
+                object.__setattr__(self, declared.name, plain(value))
 
     @abstractmethod
     def decay_at(self, n: int) -> float:

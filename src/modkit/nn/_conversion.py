@@ -235,9 +235,11 @@ def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     if device is not None or dtype is not None:
         original_methods["to"](self, device, dtype, non_blocking)
-    return self._apply(
-        lambda t: t.to(memory_format=memory_format) if t.dim() == _DIMENSIONS[memory_format] else t
-    )
+
+    def converted(t: torch.Tensor) -> torch.Tensor:
+        return t.to(memory_format=memory_format) if t.dim() == _DIMENSIONS[memory_format] else t
+
+    return self._apply(converted)
 
 
 @patchable
