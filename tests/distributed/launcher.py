@@ -29,7 +29,7 @@ STARTING = 30.0
 
 @dataclass
 class Outcome:
-    """What one process returned, the traceback of its error or of where it hung, and its exit code."""
+    """The result of one process, the traceback of its error or of where it hung, and its exit code."""
 
     rank: int
     result: Any

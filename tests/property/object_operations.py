@@ -256,7 +256,7 @@ def to_empty(side: Any, module: Any, device: str, recurse: bool) -> Any:
     return copied.to_empty(device=device, recurse=recurse) is copied, observe(copied)
 
 
-# What modkit's own methods take part in; the others are torch's.
+# Operations that modkit's own methods take part in; the others are torch's.
 USES: Final[dict[str, Callable[[Any], Any]]] = {
     "assign parameter": lambda made: setattr(made, "a", torch.nn.Parameter(torch.ones(1))),
     "register parameter": lambda made: made.register_parameter("a", None),

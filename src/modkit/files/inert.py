@@ -56,7 +56,7 @@ _MOST_DIMENSIONS: Final = 64
 _LONGEST_LOCATION: Final = 99
 
 
-# What all files share has no ``__dict__`` and no state, which a pickle could set.
+# A constant that all files share has no ``__dict__`` and no state, which a pickle could set.
 class Constant(str):
     """A dtype of torch, by its ``repr``."""
 
@@ -287,7 +287,7 @@ _NAMES: Final[dict[str, Any]] = {
     "argparse.Namespace": argparse.Namespace,
     "_codecs.encode": Function(_encoded),
 }
-# What else torch reads; it is listed by these names.
+# Names that torch reads besides; objects of theirs are listed by these names.
 _OF_TORCH: Final = re.compile(
     r"torch\.(_utils\._rebuild_\w+|per_\w+|device|serialization\._get_layout)"
 )

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 else:
     from modkit._namespace import mirror, publish
 
-    # What the imports above have brought in.
+    # The names that the imports above have brought in.
     own = {
         name: value
         for name, value in globals().items()

@@ -76,7 +76,7 @@ def test_odd_objects(case, reader, tmp_path):
     is_average = reader == "average_checkpoints"
     with quiet():
         expected, error = outcome(torch.load, path, "cpu" if is_average else None)
-    # What torch refuses besides the content does not hide the tensors.
+    # A part that torch refuses, besides the content, does not hide the tensors.
     if is_average and error is not None:
         return
     assert error is None

@@ -24,7 +24,7 @@ def test_a_prefix_of_a_quarter_of_the_names(others, is_prefix):
 
 
 def test_a_prefix_of_a_small_model():
-    """A file of many other tensors is no argument against it."""
+    """A file of many other tensors does not speak against it."""
     new = {f"{name}.weight": (i + 2, 2) for i, name in enumerate("abc")}
     old = {f"m.{name}": shape for name, shape in new.items()} | {f"x{i}": (9,) for i in range(40)}
 
