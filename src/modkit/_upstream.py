@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from types import CodeType, FrameType, FunctionType, ModuleType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import torch
@@ -150,10 +150,15 @@ def _as_torch_wrote_it(value: Any) -> Any:
     A function that was patched in before this import, by dynamo for instance, mostly has the one
     that it wraps in its closure.
     """
-    while isinstance(value, FunctionType) and value.__code__.co_filename != module_globals.__file__:
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        value = next((content for content in cells if isinstance(content, FunctionType)), None)
-    return value
+    reached = [value]
+    for each in reached:
+        code = getattr(each, "__code__", None)
+        if code is None or code.co_filename == module_globals.__file__:
+            return each
+        # A recursive function holds itself, and one that was deleted since has an empty cell.
+        held = [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+        reached += [one for one in held if isinstance(one, FunctionType) and one not in reached]
+    return None
 
 
 # The attributes of ``torch.nn.Module`` as torch wrote them. Libraries replace some, as accelerate
@@ -172,8 +177,7 @@ layer_loaders = frozenset(
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return a number that tensors share if they share memory, meta tensors included."""
     # The address of the storage's C++ object, valid while the storage lives.
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return cast("int", tensor.untyped_storage()._cdata)
 
 
 def skip_code(code: CodeType, calls: str = "DEFAULT") -> None:
@@ -314,12 +318,9 @@ def sparse_tensors_to_check() -> list[torch.Tensor]:
     """Return the list of tensors that ``torch.load`` of this thread will check."""
     # The list itself. Before torch 2.15, all threads have one.
     theirs: Any = cast("Any", torch)._utils
-    found: list[torch.Tensor]
     if hasattr(theirs, "_get_sparse_tensors_to_validate"):
-        found = theirs._get_sparse_tensors_to_validate()
-    else:
-        found = theirs._sparse_tensors_to_validate
-    return found
+        return cast("list[torch.Tensor]", theirs._get_sparse_tensors_to_validate())
+    return cast("list[torch.Tensor]", theirs._sparse_tensors_to_validate)
 
 
 # Checks these tensors where the user asks for it, and empties the list.

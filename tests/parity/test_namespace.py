@@ -163,3 +163,42 @@ def test_import_is_quiet_and_light():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 
     assert (done.stdout.split(), done.stderr) == ([], "")
+
+
+def test_functions_that_hold_themselves_on_torchs_class():
+    """A recursive function is left there by transformers, once it has built a model."""
+    code = """
+        import torch
+
+        def patch():
+            def apply_to_children(module, fn):
+                for child in module.children():
+                    apply_to_children(child, fn)
+
+            def once(module):
+                return gone(module)
+
+            def gone(module):
+                return module
+
+            def wrapped(module, fn):
+                return own(module, fn)
+
+            own = torch.nn.Module._apply
+            torch.nn.Module.apply_to_children = apply_to_children
+            torch.nn.Module.once = once
+            torch.nn.Module._apply = wrapped
+            del gone
+            return own
+
+        own = patch()
+        import modkit
+        from modkit._upstream import original_methods
+
+        modkit.EMA(torch.nn.Linear(1, 1)).update()
+        assert original_methods["_apply"] is own
+        """
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+    assert (done.returncode, done.stderr) == (0, "")

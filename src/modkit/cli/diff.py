@@ -56,7 +56,7 @@ def diff(
     Examples:
       modkit diff last.pt best.pt --key model
       modkit diff old.pt new.safetensors --values --rtol 1e-6
-      modkit diff last.pt last.pt --key model --key ema.averages --values --json
+      modkit diff last.pt last.pt --key model --key ema.averages.0.tensors --values --json
     """  # noqa: D301
     if len(keys) > 2:
         raise click.UsageError("--key is given once for both checkpoints, or twice for A and B")
