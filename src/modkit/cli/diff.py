@@ -55,8 +55,8 @@ def diff(
     \b
     Examples:
       modkit diff last.pt best.pt --key model
-      modkit diff old.pt new.safetensors --values --rtol 1e-6
-      modkit diff last.pt last.pt --key model --key ema.averages.0.tensors --values --json
+      modkit diff old.pt new.safetensors --values --rtol 1e-6 --json
+      modkit diff last.pt last.pt --key model --key ema.averages.0.tensors
     """  # noqa: D301
     if len(keys) > 2:
         raise click.UsageError("--key is given once for both checkpoints, or twice for A and B")
