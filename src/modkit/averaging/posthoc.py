@@ -76,8 +76,8 @@ class Snapshot:
         gamma_of(self.sigma_rel)
         if not isinstance(cast("object", self.step), int) or not 0 < self.step <= _LAST_STEP:
             raise ValueError(f"step must be an int from 1 to {_LAST_STEP}, got {self.step}")
-        if not isinstance(cast("object", self.run), str):
-            raise TypeError(f"run must be an id, got {self.run}")
+        if not isinstance(cast("object", self.run), str) or len(self.run) > 64:
+            raise TypeError(f"run must be an id of at most 64 letters, got {self.run!r:.80}")
 
 
 def save_snapshot(

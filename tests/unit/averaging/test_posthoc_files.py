@@ -90,6 +90,14 @@ def test_a_snapshot_that_could_not_be_read(tmp_path, step, sigma_rel):
     assert find_snapshots(tmp_path) == [*tmp_path.iterdir()] == []
 
 
+def test_a_long_id_of_a_run_is_refused(tmp_path):
+    """The text of the error stays short, wherever the id is from."""
+    with pytest.raises(TypeError, match="at most 64 letters") as raised:
+        save_snapshot(tmp_path, {"w": torch.ones(1)}, step=1, sigma_rel=0.1, run="x" * 70_000)
+
+    assert len(str(raised.value)) < 200
+
+
 def test_snapshots_of_different_models(tmp_path):
     """Files that hold other tensors than the ones before are refused by name."""
     for name, other, problem in (
