@@ -249,7 +249,9 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
         other.unlink()
     is_called = isinstance(refused, TypeError) and "is not callable" in str(refused)
     is_foreign = is_called or isinstance(refused, pickle.UnpicklingError)
-    if reader == "average_checkpoints" and is_foreign:
+    # An average has no flags, so that a parameter of integers is one.
+    is_flag = isinstance(refused, RuntimeError) and "can require gradients" in str(refused)
+    if reader == "average_checkpoints" and (is_foreign or is_flag):
         # Classes that torch refuses, or constants that are called, do not hide the tensors.
         return "read around classes", ""
     # Torch may fail on a member that modkit does not read; modkit then returns the intact content.

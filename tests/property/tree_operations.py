@@ -437,6 +437,9 @@ def load_into_copy(side: Any, state: Any, **options: bool) -> Any:
         with warnings.catch_warnings():
             # A load in vain warns on modkit alone, a listed difference.
             warnings.filterwarnings("ignore", ".*loaded none of the")
+            if isinstance(state, dict) and 1 in state:
+                # Torch has written the first tensors, or warned that it does not, when it meets this key.
+                warnings.filterwarnings("ignore", ".*copying from a non-meta")
             return model, model.load_state_dict(state, **options)
     except Exception:
         LOG[:] = [entry for entry in LOG if not is_assignment(entry)]

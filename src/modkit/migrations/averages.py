@@ -79,6 +79,5 @@ def migrate_averages(
         new_state["averages"].append(new_average)
 
     if state.get("raw"):
-        first: Mapping[str, Any] = next(iter(state["averages"]), {})
-        new_state["raw"] = replacing(state["raw"], first.get("tensors", {}))
+        new_state["raw"] = replacing(state["raw"], tensors_in(state))
     return new_state
