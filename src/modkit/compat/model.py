@@ -6,6 +6,7 @@ Two processes, because a package that is imported twice in one registers its ope
 import copy
 import importlib
 import io
+import logging
 import multiprocessing
 import os
 import pickle
@@ -207,13 +208,11 @@ def _counted(model: torch.nn.Module, base: type) -> str:
     still_torch = sorted(
         f"{cls.__module__}.{cls.__qualname__}" for cls in of_user if base not in cls.__mro__
     )
-    lines = [
-        f"{len(classes)} modules, {sum(base in cls.__mro__ for cls in classes)} of modkit's Module"
-    ]
+    derived = sum(base in cls.__mro__ for cls in classes)
+    lines = [f"{len(classes)} modules, {derived} of modkit's Module"]
     if of_user:
-        lines.append(
-            f"{len(of_user) - len(still_torch)} of {len(of_user)} classes outside of torch"
-        )
+        rebased = len(of_user) - len(still_torch)
+        lines.append(f"{rebased} of {len(of_user)} classes outside of torch")
     if still_torch:
         lines.append(f"still torch's: {', '.join(still_torch)}")
     return "; ".join(lines)
@@ -228,6 +227,8 @@ def side(connection: Connection, name: Literal["torch", "modkit"], target: Targe
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The command line ends this process.
     os.dup2(2, 1)  # Output of the user's code is not part of the report.
+    # The report has the error of a check; the compiler also logs it, with its frames.
+    logging.getLogger("torch").setLevel(logging.CRITICAL)
     swapped: list[str] = []
     if name == "modkit":
         SwappedImports(packages_of(target), report=swapped.append).install()

@@ -175,8 +175,8 @@ def test_a_model_that_differs(script: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_models")
-def test_an_input_that_does_not_fit(script: Path) -> None:
-    """Where both sides raise, nothing was compared: the report says so, and the exit status is 1."""
+def test_an_input_that_does_not_fit(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where both sides raise, nothing was compared: the report says so, without frames, and the exit status is 1."""
     found = run(f"{script}:Net", "--input", "2,5", "--json")
 
     report = json.loads(found.stdout)
@@ -185,6 +185,7 @@ def test_an_input_that_does_not_fit(script: Path) -> None:
     assert report["title"].endswith("called with float32 (2, 5)")
     assert (kinds["output in evaluation mode"], kinds["pickle"]) == ("not compared", "equal")
     assert report["areas"]["all"]["not compared"] == 5
+    assert "Traceback" not in capfd.readouterr().err
 
 
 CHANCE = """
