@@ -362,7 +362,7 @@ def _migrate(module: torch.nn.Module, prefix: str, loading: Load, plan: Plan) ->
 
     stand_in: Any = object.__new__(type(module))
     state = {**module._parameters, **module._buffers, **module.__dict__}
-    stand_in.__dict__.update(state, _parameters={}, _buffers={}, _modules={})
+    stand_in.__dict__.update(state, _parameters={}, _buffers={})
     problems: list[str] = []
     stand_in._load_from_state_dict(
         own, prefix, loading.local_metadata(prefix), False, [], [], problems

@@ -150,14 +150,23 @@ def test_assign_keeps_tied_parameters_tied(impl: Implementation, hooked: bool, d
 
 @pytest.mark.parametrize("make", [torch.Tensor, Subclass], ids=["plain", "subclass"])
 def test_assign_does_not_tie_what_was_not_tied(impl: Implementation, make: Any) -> None:
-    """Two parameters that a state dict happens to fill from one tensor stay two parameters."""
-    model = impl.own.Sequential(*(impl.own.Linear(2, 2, bias=False) for _ in range(4)))
-    model[1].weight = model[0].weight
-    model[3].weight = model[2].weight
+    """Two parameters stay two if filled from one tensor, and two values make two of a tied one."""
+
+    def two_pairs():
+        model = impl.own.Sequential(*(impl.own.Linear(2, 2, bias=False) for _ in range(4)))
+        model[1].weight = model[0].weight
+        model[3].weight = model[2].weight
+        return model
+
+    model = two_pairs()
     weight = torch.zeros(2, 2).as_subclass(make)
     model.load_state_dict(dict.fromkeys(model.state_dict(), weight), assign=True)
+    untied = two_pairs()
+    state = {f"{i}.weight": torch.full((2, 2), i * 1.0).as_subclass(make) for i in range(4)}
+    untied.load_state_dict(state, assign=True)
 
     assert model[0].weight is not model[2].weight
+    assert [layer.weight[0, 0].item() for layer in untied] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("hooked", [False, True])

@@ -122,6 +122,12 @@ def test_registrations_of_abstract_classes():
         class Other(impl.Module, abc.ABC):
             pass
 
+        class Plain(impl.Module):
+            pass
+
+        class BelowPlain(Plain, abc.ABC):
+            pass
+
         class Virtual:
             pass
 
@@ -146,6 +152,9 @@ def test_registrations_of_abstract_classes():
                 found.append([issubclass(cls, each) for each in classes])
                 found.append([isinstance(cls(), each) for each in classes])
             found.append([isinstance(torch.nn.Linear(1, 1), each) for each in classes])
+        # The class above an abstract one stays plain.
+        BelowPlain.register(Virtual)
+        found.append([issubclass(Virtual, each) for each in (BelowPlain, Plain)])
         return found, [len([*abc._get_dump(each)[0]]) for each in classes[1:]]
 
     assert same(scenario)[0] == "returned"

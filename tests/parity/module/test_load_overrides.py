@@ -1,4 +1,5 @@
 import collections
+import copy
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ def logging_class(impl: Implementation, log: list[object], **attributes: object)
         def _load_from_state_dict(self, *args):
             state_dict, prefix, local_metadata, _, *reports = args
             given = (prefix, list(state_dict), type(state_dict).__name__, dict(local_metadata))
-            log.append((*given, [list(report) for report in reports]))
+            versioned = list(getattr(state_dict, "_metadata", None) or ())
+            log.append((*given, versioned, [list(report) for report in reports]))
             super()._load_from_state_dict(*args)
 
     for name, value in attributes.items():
@@ -63,7 +65,8 @@ def test_what_each_module_is_given(metadata, extra, shuffled, assign):
         items = reversed(saved.items()) if shuffled else saved.items()
         state = collections.OrderedDict(items)
         if metadata is not None:
-            state._metadata = saved._metadata if metadata is ... else metadata
+            # A copy, since torch leaves whether it assigned in what it is given.
+            state._metadata = saved._metadata if metadata is ... else copy.deepcopy(metadata)
         result = module.load_state_dict(state, strict=False, assign=assign)
         return log, result
 
@@ -217,7 +220,7 @@ def test_a_dict_of_a_child_is_its_own(impl: Implementation) -> None:
     assert len(checkpoint) == 5
 
 
-@for_each("failing", ["", "load", "set"])
+@for_each("failing", ["", "load", "set", "missing"])
 def test_extra_state_comes_after_the_members(failing):
     """`set_extra_state` gets the saved object last; what an override raises passes through."""
 
@@ -244,7 +247,10 @@ def test_extra_state_comes_after_the_members(failing):
 
         root = impl.Module()
         root.child = Extra()
-        root.load_state_dict({"child.weight": torch.ones(1), "child._extra_state": {"made": 2}})
+        state = {"child.weight": torch.ones(1), "child._extra_state": {"made": 2}}
+        if failing == "missing":
+            del state["child._extra_state"]
+        root.load_state_dict(state)
         return log
 
     assert same(scenario)[0] == ("raised" if failing else "returned")

@@ -106,6 +106,20 @@ def test_a_mapping_that_is_no_dict_has_versions(hooked, version):
     assert same(scenario)[0] == ("returned" if version == 1 else "raised")
 
 
+def test_statistics_from_before_torch_0_4_are_refused():
+    """Layers that do not track them name them, besides a key that no layer knows."""
+
+    def scenario(impl):
+        module = impl.Module()
+        module.layers = torch.nn.ModuleList(torch.nn.InstanceNorm1d(2) for _ in range(2))
+        state = {f"layers.{i}.running_mean": torch.ones(2) for i in range(2)}
+        return module.load_state_dict({**state, "layers.stray": torch.ones(1)})
+
+    result = same(scenario)
+    assert result[0] == "raised"
+    assert all(name in str(result) for name in ("layers.0", "layers.1", "stray"))
+
+
 @pytest.mark.parametrize("elements", [0, 2])
 def test_only_one_element_loads_into_a_scalar(impl: Implementation, elements: int) -> None:
     """A vector of another length than one is a size mismatch."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.cases import for_each
-from tests.helpers import MODKIT, TORCH, Implementation
+from tests.helpers import MODKIT, TORCH, Implementation, same
 
 
 METHODS = [
@@ -208,6 +208,34 @@ def test_a_replaced_function_sees_the_calls_that_it_sees_in_torch(name: str) -> 
         "_wrapped_call_impl",
     }:
         assert any(expected.values())
+
+
+@for_each("where", ["class", "instance"])
+@for_each("name", ["apply", "_apply", "children", "named_children"])
+def test_a_module_below_that_overrides_a_method_is_called(name: str, where: str) -> None:
+    """Methods that visit children call those that override them or their own children."""
+
+    def scenario(impl):
+        log = []
+        net = network(impl)
+        net.outer = impl.nn.Sequential(impl.nn.Sequential(network(impl).leaf))
+        overriding = net.outer[0]
+        original = getattr(overriding, name)
+
+        def override(*args):
+            log.append((name, shown(args)))
+            return original(*args)
+
+        if where == "instance":
+            setattr(overriding, name, override)
+        else:
+            derived = {name: lambda _, *args: override(*args)}
+            overriding.__class__ = type("Derived", (type(overriding),), derived)
+        net.apply(lambda each: log.append(type(each).__name__))
+        net.double()
+        return log, net.outer[0][0].weight.dtype
+
+    assert f"'{name}'" in str(same(scenario))
 
 
 class Descriptor:
