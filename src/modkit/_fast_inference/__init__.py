@@ -132,10 +132,9 @@ def _bind(bindings: list[Binding]) -> None:
     # A run needs the functions of its layers: layers first, then the containers around them.
     outer_bindings = [b for b in reversed(bindings) if id(b.module) not in inner]
     outer_bindings.sort(key=lambda b: id(b.module) in containers)
-    # Those within come last, when it is known which of them the runs cover. Of these, containers
-    # come first, since they cover layers in turn.
+    # Those within come last, when it is known which of them the runs cover. Of these, a container
+    # comes before its layers, which it covers in turn.
     inner_bindings = [b for b in bindings if id(b.module) in inner]
-    inner_bindings.sort(key=lambda b: id(b.module) not in containers)
 
     covered = set[int]()
     for binding in (*outer_bindings, *inner_bindings):

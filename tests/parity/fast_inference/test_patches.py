@@ -11,7 +11,7 @@ from torch import nn
 from tests.cases import for_each
 from tests.helpers import MODKIT, TORCH
 from tests.parity.fast_inference.layers import FUNCTIONS, input_for
-from tests.parity.fast_inference.nets import net, run
+from tests.parity.fast_inference.nets import extra, net, run
 from tests.parity.fast_inference.twins import (
     bits,
     called,
@@ -125,6 +125,9 @@ def patched_class(scope, impl, owner, name):
         with patch:
             seen["inside"] = run(model), run(model, "inference_mode")
         seen["undone"] = run(model)
+    single = nn.Sequential(extra(4))
+    with scope(single), patch:
+        seen["one layer"] = run(single)
     patch.start()
     try:
         with scope(model):

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.optim.swa_utils import AveragedModel
 
 import modkit
-from modkit._fast_inference import layers
+from modkit._fast_inference import layers, runs
 from tests.cases import for_each
 from tests.integration.networks import PICKLABLE
 from tests.parity.fast_inference.nets import batch, extra, net, run
@@ -321,6 +321,11 @@ def shared_and_cyclic_models(scope, impl):
 def empty_models(scope, impl):
     """Models without layers, parameters or forward give the same results and errors."""
     seen = []
+    deep = nn.Sequential()
+    for _ in range(2 * sys.getrecursionlimit()):
+        deep = nn.Sequential(deep)
+    with scope(deep):
+        seen.append(len(deep))
     for model in (
         nn.Sequential(),
         nn.Sequential(nn.Sequential(), nn.Sequential(nn.Sequential())),
@@ -336,6 +341,16 @@ def empty_models(scope, impl):
             seen += [outcome(lambda: model(batch(), 2)), outcome(lambda: list(model))]
         seen += [left_behind(model)]
     return seen
+
+
+def a_name_without_a_value_gets_one(scope, impl):
+    """A buffer that is None gives its name to a parameter."""
+    model = impl.nn.Module()
+    model.register_buffer("scale", None)
+    with scope(model):
+        model.scale = nn.Parameter(torch.ones(2))
+        seen = model.scale, list(model.named_parameters()), list(model._buffers)
+    return *seen, left_behind(model)
 
 
 def test_a_table_assigned_back_outlasts_the_block():
@@ -384,6 +399,27 @@ def test_a_table_of_another_class_stays(impl):
     assert reads == ["weight", "bias"]
 
 
+class Shared(nn.Module):
+    """A module that calls a layer by itself, and in a container of its own."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.chain = nn.Sequential(layer, nn.Tanh())
+
+    def forward(self, x):
+        return self.chain(self.layer(x))
+
+
+def shared():
+    """Make a container that has layers in several places too."""
+    layer, other = nn.Linear(6, 6), nn.Linear(6, 6)
+    return nn.Sequential(
+        *(layer, Shared(layer), other, Shared(layer)),
+        *(nn.Sequential(other, nn.Sequential(layer, nn.Tanh())), Shared(layer)),
+    )
+
+
 IMAGE, STEPS, STATE = torch.randn(2, 3, 6, 6), torch.randn(5, 2, 4), torch.zeros(1, 2, 4)
 ON_THE_SHORT_PATH = {
     "image": (
@@ -391,12 +427,13 @@ ON_THE_SHORT_PATH = {
             nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
             nn.GroupNorm(2, 4),
             nn.Flatten(),
-            nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8), nn.Dropout()),
+            nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.LayerNorm(8), nn.Dropout()),
             nn.Softmax(1),
         ),
         (IMAGE,),
     ),
     "long": (nn.Sequential(*(nn.Linear(6, 6) for _ in range(30))), (IMAGE,)),
+    "shared": (shared(), (IMAGE,)),
     "tokens": (nn.Sequential(nn.Embedding(5, 4), nn.GELU()), (torch.tensor([[1, 2]]),)),
     "GRUCell": (nn.GRUCell(4, 4), (STEPS[0], STATE[0])),
     "LSTMCell": (nn.LSTMCell(4, 4), (STEPS[0], (STATE[0], STATE[0]))),
@@ -410,11 +447,12 @@ def test_no_layer_takes_torchs_path(case):
     """Results alone would not show it: whatever is in doubt is computed by torch's own calls."""
     model, inputs = ON_THE_SHORT_PATH[case]
     model.eval()
-    torchs, calls = nn.Module._call_impl.__code__, []
+    slow = {nn.Module._call_impl.__code__, runs._one_by_one.__code__}
+    calls = []
 
     def count(frame, event, _argument):
-        if event == "call" and frame.f_code is torchs:
-            calls.append(frame.f_locals["self"])
+        if event == "call" and frame.f_code in slow:
+            calls.append(frame.f_locals)
 
     with torch.no_grad(), modkit.fast_inference(model):
         assert vars(model)["_compiled_call_impl"].__code__.co_filename == "<string>"
@@ -492,6 +530,7 @@ SCENARIOS = (
     buffers_cast_across_scopes,
     shared_and_cyclic_models,
     empty_models,
+    a_name_without_a_value_gets_one,
 )
 
 
