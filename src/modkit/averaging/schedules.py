@@ -6,7 +6,6 @@ Everything in ``__all__`` is public as :mod:`modkit.schedules`, whose docstring 
 import math
 import numbers
 import operator
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -16,6 +15,7 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeGuard, cast
 import torch
 from typing_extensions import override
 
+from modkit._messages import warn_user
 from modkit._namespace import publish
 
 
@@ -495,10 +495,9 @@ def schedules_of(decay: Decays, schedule: Decay | Sequence[Decay] | None) -> lis
     # 0.0 is plausible: an average that is the model itself, to compare with.
     for value in decays:
         if isinstance(value, (int, float)) and 0 < value < _LEAST_PLAUSIBLE:
-            warnings.warn(
+            warn_user(
                 f"EMA: decay={value} keeps {value:.2%} of the average in each update. If that is a "
-                f"momentum, pass decay={1 - value:g}.",
-                stacklevel=3,
+                f"momentum, pass decay={1 - value:g}."
             )
     return [as_schedule(value, f"EMA: {name}") for value in decays]
 

@@ -8,7 +8,6 @@ to ``torch.load``, after the file is verified. Neither executes code from the fi
 import io
 import os
 import pickle
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any, cast
 
 import torch
 
+from modkit._messages import warn_user
 from modkit._namespace import publish
 from modkit._upstream import (
     allowed_by_user,
@@ -238,10 +238,9 @@ def load_checkpoint(
 
 
 def _warn_of(what: str) -> None:
-    warnings.warn(
+    warn_user(
         f"{shown(what)} has no checksums, so it is read unverified; `modkit convert` writes it "
-        "with them",
-        stacklevel=3,
+        "with them"
     )
 
 

@@ -85,6 +85,20 @@ def test_globs_of_callbacks_without_a_model() -> None:
         check_options(0.9, 0, {"buffers": {"net.*": "drop"}})  # type: ignore[dict-item]
 
 
+# --- decays -------------------------------------------------------------------------------------------
+
+
+@for_each("face", [modkit.EMA, modkit.EMACallback, lambda _, **options: check_options(0.01, 0, {})])
+def test_a_decay_that_is_a_momentum_elsewhere(face: Any) -> None:
+    """It is a warning at the line of the user; a decay of 0 is the model itself."""
+    message = "EMA: decay=0.01 keeps 1.00% of the average in each update. If that is a momentum, "
+    with pytest.warns(UserWarning, match=re.escape(f"{message}pass decay=0.99.") + "$") as warned:
+        face(network(), decay=0.01)
+    assert [one.filename for one in warned] == [__file__]
+    for decay in (0.0, 0.1, 1):
+        modkit.EMA(network(), decay)
+
+
 # --- indices ------------------------------------------------------------------------------------------
 
 
