@@ -11,6 +11,7 @@ process, which runs the tests that call the function until one fails, the fastes
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import functools
 import gc
@@ -107,6 +108,23 @@ def difference(before: str, after: str) -> str:
     return f"{number}: {old.strip()} -> {new.strip()}"
 
 
+def changed_lines(before: str, after: str) -> set[int]:
+    """Return the lines of the statements of a file that a mutant changes."""
+    old, new = before.splitlines(), after.splitlines()
+    first = next(i for i, (a, b) in enumerate(zip(old, new, strict=False), 1) if a != b)
+    ends = zip(reversed(old), reversed(new), strict=False)
+    last = len(old) - next(i for i, (a, b) in enumerate(ends) if a != b)
+
+    lines = set(range(first, max(first, last) + 1))
+    for node in ast.walk(ast.parse(before)):
+        if isinstance(node, ast.stmt):
+            body = getattr(node, "body", None)
+            end = body[0].lineno - 1 if body else cast("int", node.end_lineno)
+            statement = range(node.lineno, max(node.lineno, end) + 1)
+            lines.update(statement if lines.intersection(statement) else ())
+    return lines
+
+
 def codes_of(code: CodeType, place: str = "") -> dict[str, CodeType]:
     """Return the code of each function in some code, by its place: names, and numbers of equal names."""
     codes: dict[str, CodeType] = {}
@@ -134,6 +152,7 @@ class Mutant(NamedTuple):
 
     text: str
     functions: dict[CodeType, CodeType]
+    lines: set[int]
 
 
 def objects() -> list[Any]:
@@ -174,7 +193,7 @@ def mutants(source: str, seed: int) -> Iterator[Mutant]:
         }
         if functions:
             text = f"{file.relative_to(SOURCE).as_posix()}:{difference(before, after)}"
-            yield Mutant(text, functions)
+            yield Mutant(text, functions, changed_lines(before, after))
 
 
 def become(mutant: Mutant) -> None:
@@ -193,15 +212,17 @@ def caches() -> list[Any]:
     return [value for value in found if value.__module__.startswith("modkit.")]
 
 
-def tests_of(mutant: Mutant, recorded: CoverageData) -> set[str]:
-    """Return the tests that run a line of the functions that a mutant changes."""
-    tests: set[str] = set()
+def tests_of(mutant: Mutant, recorded: CoverageData) -> tuple[set[str], set[str]]:
+    """Return the tests that run the functions that a mutant changes, and those that run its lines."""
+    by_function: set[str] = set()
+    by_line: set[str] = set()
     for code in mutant.functions:
         contexts = recorded.contexts_by_lineno(code.co_filename)
         # The first line also runs when the function is defined, and has no instruction of its body.
         lines = {line for _, _, line in code.co_lines() if line} - {code.co_firstlineno}
-        tests.update(test for line in lines for test in contexts.get(line, ()))
-    return tests
+        by_function.update(test for line in lines for test in contexts.get(line, ()))
+        by_line.update(test for line in mutant.lines for test in contexts.get(line, ()))
+    return by_function, by_line
 
 
 def run_test(item: pytest.Item, following: pytest.Item | None = None) -> None:
@@ -249,7 +270,7 @@ class Runner:
         untried = usable
         usable = []
         while untried:
-            bad = self._first_failing(untried, Mutant("", {}))
+            bad = self._first_failing(untried, Mutant("", {}, set()))
             names = [item.nodeid for item in untried]
             passed = names.index(bad) if bad in names else len(names)
             usable += untried[:passed]
@@ -265,11 +286,11 @@ class Runner:
                 break
             if self.only and mutant.text not in self.only:
                 continue
-            reached = tests_of(mutant, recorded)
+            by_function, by_line = tests_of(mutant, recorded)
             # Without a context: the function runs only while modkit is imported.
-            if reached == {""}:
+            if by_function == {""}:
                 continue
-            chosen = [item for item in usable if item.nodeid in reached]
+            chosen = [item for item in usable if item.nodeid in by_line]
             result = self._first_failing(chosen, mutant)
             self.results[mutant.text] = result
             sys.stderr.write(f"{len(self.results)} {result or 'SURVIVED'}: {mutant.text}\n")
