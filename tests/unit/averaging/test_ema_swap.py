@@ -3,6 +3,7 @@ import copy
 import re
 import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -53,11 +54,11 @@ def test_pointers_change_places() -> None:
     assert counted.calls == []
 
 
-def wrapping() -> nn.Module:
+def wrapping(wrap: Any = TwoTensor) -> nn.Module:
     """Return a model with a parameter and a buffer that wrap other tensors, and a plain one."""
     model = model_of([4.0])
-    model.register_parameter("wrapper", nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3))))
-    model.register_buffer("held", TwoTensor(torch.zeros(2), torch.zeros(2)))
+    model.register_parameter("wrapper", nn.Parameter(wrap(torch.ones(3), torch.ones(3))))
+    model.register_buffer("held", wrap(torch.zeros(2), torch.zeros(2)))
     return model
 
 
@@ -98,6 +99,10 @@ def test_tensors_that_wrap_others_are_swapped(precision) -> None:
     assert seen == [expected[0], expected[0], expected[1], expected[0]]
     assert contents(model) == trained
     assert raw == trained[1]
+
+    # From a model without wrappers, too.
+    ema.update(wrapping(torch.mul))
+    assert contents(ema.averaged_model()) == [[5.0], [2.0] * 3, [2.0] * 3, [1.0] * 2, [1.0] * 2]
 
 
 @for_each("dtype", [torch.float32, torch.bfloat16])

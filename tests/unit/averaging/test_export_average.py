@@ -66,6 +66,9 @@ def test_files_of_torch_keep_ties_and_versions(tmp_path) -> None:
     assert found["narrow"].untyped_storage().nbytes() == 16
     assert found["weight"].requires_grad is False
     assert versions == network().state_dict()._metadata
+    model = network().append(network()[1])
+    model.append(model[1])
+    assert modkit.EMA(model).state_dict()["versions"] == {"": 1, "1": 2, "4": 2, "5": 2}
 
 
 @pytest.mark.parametrize("name", ["file.pt", "file.safetensors"])
