@@ -105,9 +105,9 @@ def average_checkpoints(
         for done, name in enumerate(shapes, 1):
             # A running mean is exact for equal values, where a sum of parts is not.
             fraction = shares[index] / total if total else 0.0
-            tensor = checkpoint.tensor(name)
+            tensor = checkpoint.tensor(name).to(device)
             _check_kind(files[index], name, tensor.dtype, getattr(torch, dtypes[name]))
-            _add(averages, name, tensor, fraction, device, is_last=index == len(files) - 1)
+            _add(averages, name, tensor, fraction, is_last=index == len(files) - 1)
             if progress is not None:
                 progress((count + done / len(shapes)) / len(files))
         # Before the next one is opened.
@@ -125,20 +125,18 @@ def average_checkpoints(
 
 
 def _add(
-    averages: dict[str, Tensor],
-    name: str,
-    tensor: Tensor,
-    fraction: float,
-    device: str | torch.device,
-    *,
-    is_last: bool,
+    averages: dict[str, Tensor], name: str, tensor: Tensor, fraction: float, *, is_last: bool
 ) -> None:
     """Move an average to a tensor by a fraction; integers are those of the last file."""
     is_replaced = fraction == 1.0 if is_averaged(tensor) else is_last
     if is_replaced:
-        averages[name] = tensor.to(device, kept_dtype(tensor.dtype, "fp32"), copy=True)
+        averages[name] = tensor.to(kept_dtype(tensor.dtype, "fp32"), copy=True)
     elif is_averaged(tensor) and fraction:
-        averages[name].lerp_(tensor.to(device, averages[name].dtype), fraction)
+        average = averages[name]
+        value = tensor.to(average.dtype)
+        # The infinities of a mask are equal in all files; their difference would be NaN.
+        is_equal = average == value
+        torch.where(is_equal, value, average.lerp_(value, fraction), out=average)
 
 
 def _checked_weights(weights: Sequence[float] | None, files: int) -> Sequence[float]:

@@ -86,8 +86,9 @@ def _difference_of_pieces(a: Tensor, b: Tensor) -> Difference:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    # Torch does not view tensors as bytes whose conjugation or negation is still to be computed.
-    return tensor.resolve_conj().resolve_neg().contiguous().view(torch.uint8)
+    # Torch does not view tensors as bytes whose conjugation or negation is still to be computed. Of
+    # a single element of a column, it takes the step for that of bytes.
+    return tensor.resolve_conj().resolve_neg().contiguous().unsqueeze(-1).view(torch.uint8)
 
 
 def _are_same(a: Tensor, b: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
+import math
 import weakref
 from pathlib import Path
 
@@ -54,11 +55,13 @@ def test_the_average_is_the_weighted_mean(tmp_path, kind: str, dtype, weights) -
 
 
 def test_equal_files_are_their_average(tmp_path) -> None:
-    """The mean of equal values is bitwise identical to them."""
-    state = states(1)[0]
-    found = average_checkpoints(written(tmp_path, [state] * 7), [0.1, 0.7, 3, 1, 1, 1, 1e-9])
+    """The mean of equal values is bitwise identical to them, and so are the infinities of a mask."""
+    mask = torch.full((3, 3), -math.inf).triu(1).neg()
+    state = {**states(1)[0], "mask": mask, "half": mask.half(), "complex": mask + 0j}
+    found = average_checkpoints(written(tmp_path, [state] * 7), [0.1, -0.7, 3, 1, 1, 1, 1e-9])
 
-    assert torch.equal(found["weight"], state["weight"])
+    for name in ("weight", "mask", "half", "complex"):
+        assert repr(found[name].tolist()) == repr(state[name].tolist())
 
 
 def test_sharded_files(tmp_path) -> None:

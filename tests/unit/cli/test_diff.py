@@ -218,6 +218,9 @@ def test_lazy_conjugates_and_negatives() -> None:
     assert largest_difference(conjugate, conjugate.resolve_conj()) == (0, 0, 0)
     assert largest_difference(conjugate, values) == pytest.approx((8, 4 / math.sqrt(5), 0))
     assert largest_difference(conjugate.imag, values.imag) == (8, 2, 0)
+    # One element of a column has a step that is not that of bytes.
+    column = values[::2]
+    assert largest_difference(column, column) == (0, 0, 0)
 
 
 def test_the_largest_difference_is_first(tmp_path: Path) -> None:
