@@ -76,13 +76,13 @@ def read(
 
     source = archive.source
     # C++ fills the values in.
-    contents: dict[str, Any] = dict.fromkeys((*files, RECORD), "")
+    contents: dict[str, Any] = dict.fromkeys((*files, RECORD))
     load = import_module_from_buffer if isinstance(source, bytes) else import_module
     try:
         cpp = load(CompilationUnit(), source, map_location, contents, restore_shapes)
     except UnicodeDecodeError as error:
         # The message of C++ contains bytes of the file.
-        message = bytes(error.object).decode("utf-8", "replace")
+        message = bytes(error.object).decode(errors="replace")
         raise RuntimeError(shown(f"torch cannot load the archive: {message}")) from error
     return cpp, contents
 

@@ -54,7 +54,7 @@ def deep(module: Any, memo: dict[int, Any]) -> Any:
 
     # All wrappers come first, since hooks and attributes may lead to any module of the tree.
     pairs: list[tuple[Any, Any]] = []
-    new = _mirror(module, copy.deepcopy(module._c, {}), memo, pairs)
+    new = _mirror(module, copy.deepcopy(module._c), memo, pairs)
     for old, copied in pairs:
         _copy_tensors(old, copied, memo)
         # A compiled hook belongs to the type, and cannot be copied.

@@ -421,6 +421,7 @@ def shared():
 
 
 IMAGE, STEPS, STATE = torch.randn(2, 3, 6, 6), torch.randn(5, 2, 4), torch.zeros(1, 2, 4)
+# A model, its inputs, and the number of functions that it takes.
 ON_THE_SHORT_PATH = {
     "image": (
         nn.Sequential(
@@ -431,38 +432,42 @@ ON_THE_SHORT_PATH = {
             nn.Softmax(1),
         ),
         (IMAGE,),
+        1,
     ),
-    "long": (nn.Sequential(*(nn.Linear(6, 6) for _ in range(30))), (IMAGE,)),
-    "shared": (shared(), (IMAGE,)),
-    "tokens": (nn.Sequential(nn.Embedding(5, 4), nn.GELU()), (torch.tensor([[1, 2]]),)),
-    "GRUCell": (nn.GRUCell(4, 4), (STEPS[0], STATE[0])),
-    "LSTMCell": (nn.LSTMCell(4, 4), (STEPS[0], (STATE[0], STATE[0]))),
-    "GRU": (nn.GRU(4, 4), (STEPS, STATE)),
-    "LSTM": (nn.LSTM(4, 4), (STEPS, (STATE, STATE))),
+    "long": (nn.Sequential(*(nn.Linear(6, 6) for _ in range(30))), (IMAGE,), 3),
+    "shared": (shared(), (IMAGE,), 10),
+    "tokens": (nn.Sequential(nn.Embedding(5, 4), nn.GELU()), (torch.tensor([[1, 2]]),), 1),
+    "GRUCell": (nn.GRUCell(4, 4), (STEPS[0], STATE[0]), 1),
+    "LSTMCell": (nn.LSTMCell(4, 4), (STEPS[0], (STATE[0], STATE[0])), 1),
+    "GRU": (nn.GRU(4, 4), (STEPS, STATE), 1),
+    "LSTM": (nn.LSTM(4, 4), (STEPS, (STATE, STATE)), 1),
 }
 
 
 @for_each("case", ON_THE_SHORT_PATH)
 def test_no_layer_takes_torchs_path(case):
     """Results alone would not show it: whatever is in doubt is computed by torch's own calls."""
-    model, inputs = ON_THE_SHORT_PATH[case]
+    model, inputs, functions = ON_THE_SHORT_PATH[case]
     model.eval()
     slow = {nn.Module._call_impl.__code__, runs._one_by_one.__code__}
     calls = []
 
     def count(frame, event, _argument):
-        if event == "call" and frame.f_code in slow:
-            calls.append(frame.f_locals)
+        if event == "call" and (frame.f_code in slow or frame.f_code.co_filename == "<string>"):
+            calls.append(frame.f_code.co_name)
 
     with torch.no_grad(), modkit.fast_inference(model):
         assert vars(model)["_compiled_call_impl"].__code__.co_filename == "<string>"
+        # Entering a container gives its dict no entry for each child.
+        assert "0" not in vars(model)
         sys.setprofile(count)
         try:
             model(*inputs)
         finally:
             sys.setprofile(None)
 
-    assert calls == []
+    # The kernel of an LSTM is in a function of its own.
+    assert [name for name in calls if name != "<lambda>"] == ["call"] * functions
 
 
 def test_a_block_says_what_it_is():
