@@ -53,7 +53,7 @@ def rewrap(module: Any, cpp: Any) -> None:
     for name, value in tuple(module.__dict__.items()):
         if isinstance(value, ScriptMethod):
             del module.__dict__[name]
-    bind(module, cpp, {name: wrap_cpp(child) for name, child in ModuleDict(cpp).items()})
+    bind(module, cpp, dict(wrap_cpp(cpp)._modules))
 
 
 def attach_compiled_hooks(module: Any) -> None:

@@ -197,14 +197,17 @@ def test_containers_hold_the_compiled_children(impl, load):
     assert torch.equal(steps[:1](inputs()), steps[0](inputs()))
 
 
-@pytest.mark.parametrize("load", [False, True], ids=["scripted", "loaded"])
-def test_a_child_in_several_places_is_one(impl, load):
+@pytest.mark.parametrize("kind", ["scripted", "loaded", "reconstructed"])
+def test_a_child_in_several_places_is_one(impl, kind):
     """A module in three places is one compiled module, also after loading."""
     net = with_a_shared_child(impl)
     module = impl.jit.script(net)
-    if load:
+    if kind == "loaded":
         module = reloaded(impl, module)
+    if kind == "reconstructed":
+        module._reconstruct(reloaded(impl, module)._c)
 
+    assert torch.equal(module(inputs()), net(inputs()))
     assert module.first is module.second is module.deep[0]
     assert len(list(module.modules())) == len(list(net.modules()))
     assert module._c.getattr("first") == module._c.getattr("second")

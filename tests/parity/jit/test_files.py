@@ -99,6 +99,17 @@ def test_flatbuffers_are_loaded(name, opened, tmp_path):
     assert same(scenario)[0] == "returned"
 
 
+@for_each("restored", [False, True])
+def test_shapes_of_a_trace_are_restored_if_asked_for(restored):
+    """The graph then has the shapes of the inputs that it was traced with."""
+
+    def scenario(impl):
+        saved = io.BytesIO(impl.jit.trace(impl.nn.Linear(3, 2), inputs()).save_to_buffer())
+        return str(impl.jit.load(saved, _restore_shapes=restored).graph).count("Float(4, 3")
+
+    assert same(scenario) == ("returned", ("int", "1" if restored else "0"))
+
+
 @for_each(
     "files",
     [{"a": "text"}, {"a": b"\xff"}, {"a": bytearray(b"x")}, {"a/b": ""}, {"ü": "ü"}, {}, None],

@@ -337,6 +337,31 @@ def test_special_methods_of_a_module_are_the_compiled_ones():
     assert [(bool(m.train()), bool(m.eval())) for m in modules[1:]] == [(True, False)] * 2
 
 
+def test_a_length_alone_makes_no_container(impl):
+    """A module that counts something else than its children has neither an order nor items."""
+
+    class Counted(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = impl.nn.ReLU()
+
+        def forward(self, x):
+            return x
+
+        @impl.jit.export
+        def __len__(self) -> int:
+            return 3
+
+    module = impl.jit.script(Counted())
+    # Loaded modules of torch do not call it.
+    for each in (module, reloaded(MODKIT, module)):
+        assert len(each) == 3
+        with pytest.raises(NotImplementedError):
+            iter(each)
+        with pytest.raises(NotImplementedError):
+            each[0]
+
+
 def test_a_compiled_iter_is_called(impl):
     """TorchScript has no iterators, so Python refuses the list that it returns."""
 
@@ -353,7 +378,6 @@ def test_a_compiled_iter_is_called(impl):
             return 0  # as many as it has children, like a container
 
     module = impl.jit.script(Listed())
-    # Loaded modules of torch do not call it.
     for each in (module, reloaded(MODKIT, module)):
         with pytest.raises(TypeError, match="non-iterator of type 'list'"):
             iter(each)
@@ -384,6 +408,7 @@ def test_special_methods_are_listed(name):
             "module": lambda: make_net(impl),
         }[name]()
         names = dir(impl.jit.script(module))
+        assert {"children", "forward"} <= {*names}
         return {each for each in names if each.startswith("__")}
 
     # A decorator leaves this note on a class; it is not a method.
