@@ -12,6 +12,19 @@ MODULES_CAN_REPEAT: Final = (
 )
 
 
+def _reads_first_elements() -> bool:
+    norm = torch.nn.BatchNorm1d(1)
+    try:
+        norm.load_state_dict({"num_batches_tracked": torch.ones(2)}, strict=False)
+    except RuntimeError:
+        return False
+    return True
+
+
+# Before torch 2.10: the first element of any vector loads into a scalar.
+FIRST_ELEMENTS_FIT: Final = _reads_first_elements()
+
+
 def _refuses_empty_inputs() -> bool:
     try:
         torch.nn.LSTM(0, 1)

@@ -8,10 +8,11 @@ to ``torch.load``, after the file is verified. Neither executes code from the fi
 import io
 import os
 import pickle
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+import zipfile
+from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import torch
 
@@ -79,25 +80,23 @@ def save_checkpoint(
         _write_in_place(checkpoint, path)
         return
 
-    with atomic_write(path) as unfinished, _checksums_on():
+    with atomic_write(path) as unfinished:
         _save_readable(checkpoint, unfinished)
 
 
 def write_checkpoint(content: object, path: AnyPath) -> None:
     """Write any object that ``torch.save`` can write, but atomically and always with checksums."""
-    with atomic_write(path) as unfinished, _checksums_on():
-        torch.save(content, unfinished)
+    with atomic_write(path) as unfinished:
+        _save(content, unfinished)
 
 
 def _save_readable(checkpoint: object, target: Path | io.BytesIO) -> None:
     """Write a checkpoint, and raise TypeError if it holds what ``load_checkpoint`` refuses."""
     try:
-        torch.save(checkpoint, target)
+        _save(checkpoint, target)
     except REFUSALS as error:
         raise refused(checkpoint) from error
 
-    if isinstance(target, io.BytesIO):
-        target.seek(0)
     with open_source(target) as (source, what):
         archive = Archive(source, what)
         size = archive.members["data.pkl"].file_size
@@ -113,12 +112,11 @@ def _write_in_place(content: object, target: Any) -> None:
     """Write into an open file, or into a path as it is, once the content is complete."""
     path = Path(os.fsdecode(target)) if isinstance(target, PATH_TYPES) else None
     buffer = io.BytesIO()
-    with _checksums_on():
-        if not path and not callable(getattr(target, "write", None)):
-            if isinstance(target, Mapping):
-                raise TypeError("save_checkpoint(): got a path first; pass (checkpoint, path)")
-            torch.save(content, cast("Any", target))  # raises torch's error
-        _save_readable(content, buffer)
+    if not path and not callable(getattr(target, "write", None)):
+        if isinstance(target, Mapping):
+            raise TypeError("save_checkpoint(): got a path first; pass (checkpoint, path)")
+        _save(content, target)  # raises torch's error
+    _save_readable(content, buffer)
 
     opened: Any = path.open("wb") if path else nullcontext(target)
     try:
@@ -137,15 +135,17 @@ def _write_in_place(content: object, target: Any) -> None:
         raise
 
 
-@contextmanager
-def _checksums_on() -> Generator[None]:
-    """Make torch write checksums in a block, as it does unless the user has turned them off."""
+def _save(content: object, target: Any) -> None:
+    """Write as torch does, with checksums even if the user has turned them off."""
     option = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(True)
     try:
-        yield
+        torch.save(content, target)
     finally:
         torch.serialization.set_crc32_options(option)
+    # Torch 2.8 raises no error if the last write of a file fails.
+    if isinstance(target, Path) and not zipfile.is_zipfile(target):
+        raise RuntimeError("PytorchStreamWriter has not written the end of the file")
 
 
 @never_compiled

@@ -1,3 +1,4 @@
+import inspect
 from typing import Any
 
 import pytest
@@ -43,4 +44,6 @@ def test_options_hold_in_compiled_code(options: dict[str, Any]) -> None:
     eager, compiled = states
     assert eager["n_averaged"] == 6 - ("on_nonfinite" in options)
     assert eager.keys() == compiled.keys()
-    assert all(torch.equal(eager[name], compiled[name]) for name in eager)
+    # Torch 2.8 compiles a lerp of lists to operations that round once more.
+    is_fused = "addcmul" in inspect.getsource(torch._dynamo.polyfills.foreach_lerp_inplace)
+    torch.testing.assert_close(compiled, eager, rtol=0, atol=0 if is_fused else 2e-15)

@@ -1,6 +1,7 @@
 import collections
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
@@ -183,12 +184,15 @@ def test_post_hook_must_return_none(value: object) -> None:
     def scenario(impl: Implementation) -> object:
         module = parent_and_child(impl)
         module.register_load_state_dict_post_hook(returning(value))
-        return module.load_state_dict(module.state_dict())
+        with pytest.raises(AssertionError) as raised:
+            module.load_state_dict(module.state_dict())
+        # Torch 2.8 lacks two spaces.
+        return str(raised.value).replace(" ", "")
 
-    kind, error, text = same(scenario)
+    kind, text = same(scenario)
 
-    assert (kind, error) == ("raised", "AssertionError")
-    assert "register_load_state_dict_post_hook" in text
+    assert kind == "returned"
+    assert "register_load_state_dict_post_hook``arenotexpected" in str(text)
 
 
 @for_each("strict", [False, True])
