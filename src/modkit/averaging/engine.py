@@ -163,7 +163,7 @@ class Engine:
         """Return the tensors of a model that are to be averaged, and those to be copied."""
         present = self.averages[0].tensors if self.begun else {}
         averaged, copied = self.options.split(named, present)
-        if self.options.trainable_only and model is not self.model:
+        if model is not self.model:
             # Which parameters train is a matter of the tracked model, not of another one.
             own = self.own()
             frozen = own.parameters.keys() - self.options.split(own, present)[0].keys()

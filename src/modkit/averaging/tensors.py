@@ -278,7 +278,7 @@ class NamedTensors:
         member = self.member(name)
         if member is None:
             raise NameMismatchError(
-                "EMA: the state does not fit the model", missing=[], unexpected=[name], shapes=[]
+                "EMA: the model lacks what was averaged", missing=[name], unexpected=[], shapes=[]
             )
         tensor: Tensor = member.tensor
         return tensor

@@ -413,6 +413,23 @@ def test_all_of_a_model_is_written_or_nothing() -> None:
     assert same_state(other, before)
 
 
+def test_what_cannot_be_stored_or_restored() -> None:
+    """The error names the call, or the parameter that the model has lost."""
+    net = network()
+    ema = half(net)
+    with ema.applied(), pytest.raises(RuntimeError, match=r"^EMA\.store\(\) was called inside"):
+        ema.store()
+    ema.store()
+    del net[3].bias
+    for call in ema.store, ema.restore:
+        with pytest.raises(
+            NameMismatchError,
+            match=r"^EMA: the model lacks what was averaged: 1 missing: 3\.bias\.",
+        ) as caught:
+            call()
+        assert caught.value.missing == ["3.bias"]
+
+
 # --- buffers that an evaluation writes to -------------------------------------------------------
 
 
