@@ -140,6 +140,7 @@ EMA_PYTORCH = {
 }
 TORCH = {"n_averaged": torch.tensor(3), **below("module.")}
 LIGHTNING = {"state_dict": below(""), "averaging_state": {"n_averaged": torch.tensor(5)}}
+UNKNOWN = "from modkit.EMA, nor from a supported library, nor are its names those of the model: it"
 FOREIGN: list[tuple[State, str]] = [
     (TORCH | {"n_averaged": torch.tensor(-1)}, "state of torch .* n_averaged must be an int"),
     (TORCH | {"module.0.weight": ONES.T}, r"0.weight \(\(4, 6\) instead of"),
@@ -153,7 +154,7 @@ FOREIGN: list[tuple[State, str]] = [
     (DIFFUSERS | {"shadow_params": PARAMETERS[:-1]}, "5 tensors without names"),
     (DIFFUSERS | {"shadow_params": PARAMETERS[::-1]}, "missing|of another shape"),
     ({"0.weight": ONES}, "missing: 0.bias"),
-    (below("") | {"epoch": 3}, "neither from modkit.EMA, nor from a supported library"),
+    (below("") | {"epoch": 3}, f"^EMA: the state is neither {UNKNOWN}"),
 ]
 
 

@@ -96,6 +96,7 @@ def test_the_block_evaluates_the_average() -> None:
 def two_averages(value: float = 8.0):
     """Return a model with one weight and a callback: averages 2.0 and 4.0, and the weight 8.0."""
     model = model_of([0.0])
+    model.register_buffer("calls", torch.tensor(0))
     ema = modkit.EMACallback(model, decay=[0.75, 0.5])
     for weight in 0.0, value:
         set_to(model, weight)
@@ -125,12 +126,29 @@ def test_the_training_weights_and_each_average_in_one_validation(inference) -> N
         look()
         ema.on_validation_end()
         look()
+        with ema.evaluating(index=1):
+            ema.on_validation_start()
+            look()
+        ema.on_validation_end()
     set_to(model, 16.0)
     model.weight.sum().backward()
     ema.step()
 
-    assert seen == [(8, False), (2, True), (8, False), (4, False), (8, False), (2, True), (8, True)]
+    in_order = [(8, False), (2, True), (8, False), (4, False), (8, False), (2, True), (8, True)]
+    assert seen == [*in_order, (4, False)]
     assert [averaged(ema.ema, index=index).item() for index in (0, 1)] == [5.5, 10.0]
+
+
+def test_a_copied_buffer_that_is_written_to_among_the_training_weights() -> None:
+    """The training weights' block may write to it; the evaluation around it warns."""
+    model, ema = two_averages()
+    ema.on_validation_start()
+    with ema.evaluating_training_weights():
+        model.calls += 1
+    with pytest.warns(UserWarning, match="EMA: calls, a buffer that is copied with the average"):
+        ema.on_validation_end()
+
+    assert (model.weight.item(), model.calls.item()) == (8.0, 1)
 
 
 @for_each("error", [KeyError, KeyboardInterrupt])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import modkit
 from modkit.averaging.recipe import Watch
 from modkit.averaging.tensors import NamedTensors, canonical_names
 from tests.cases import for_each
@@ -94,6 +95,8 @@ def test_new_values_are_no_change(guarded: bool, monkeypatch: pytest.MonkeyPatch
     net.eval()
 
     assert not watch.changed()
+    with modkit.fast_inference(net):
+        assert not watch.changed()
 
 
 def test_a_child_that_equals_every_other_is_told_apart() -> None:

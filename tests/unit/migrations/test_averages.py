@@ -180,6 +180,18 @@ def test_states_of_other_formats_migrate(library, tmp_path) -> None:
         torch.testing.assert_close(value, values[name])
 
 
+def test_versions_of_other_formats_are_read() -> None:
+    """Names do not tell the version where a migration converts values alone."""
+    kind = type("Doubled", (nn.Linear,), {})
+    doubled = mig.declare({2: [mig.convert("weight", lambda w: 2 * w, lambda w: w / 2)]})(kind)
+    old = nn.Linear(2, 2).state_dict()
+    lightning = {"state_dict": old, "averaging_state": {"n_averaged": torch.tensor(3)}}
+    for state, step in ((old, 3), (lightning, None)):
+        resumed = modkit.EMA(doubled(2, 2), decay=0.9)
+        resumed.load_state_dict(state, step=step)
+        assert torch.equal(dict(resumed.named_averages())["weight"], 2 * old["weight"])
+
+
 def test_post_hoc_averages_migrate(tmp_path) -> None:
     """They are averages of an EMA with other schedules."""
     old = modkit.PostHocEMA(make_net(1), tmp_path / "old")
