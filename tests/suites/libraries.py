@@ -230,7 +230,7 @@ LIBRARIES = (
     ),
     Library(
         "tensordict",
-        "0.15.3",
+        "0.14.3",
         ("test/nn",),
         ("test",),
         root="test",
