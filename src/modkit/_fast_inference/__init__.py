@@ -109,9 +109,10 @@ def _tree(model: nn.Module) -> list[nn.Module]:
 
     def enter(_: str, module: nn.Module, __: object) -> bool | None:
         table = module.__dict__.get("_modules")
-        # The slot of a compiled module is taken, and not by a block.
-        compiled = CALL_SLOT in module.__dict__ and id(module) not in _bindings
-        if id(module) in modules or compiled or not isinstance(table, dict):
+        # The slot of a compiled module is taken, and not by a block. What ``torch.compile`` returns
+        # has the module below it, whose code is compiled for the ``__dict__`` that it has outside.
+        taken = CALL_SLOT in module.__dict__ and id(module) not in _bindings
+        if id(module) in modules or taken or not isinstance(table, dict) or "_orig_mod" in table:
             return None
         modules[id(module)] = module
         return True

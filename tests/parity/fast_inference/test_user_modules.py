@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import fx, nn
+from torch._dynamo.testing import CompileCounter
 
 import modkit
 from tests.cases import for_each
@@ -308,6 +309,26 @@ def test_compiled_code_has_the_same_frames(impl, hooked, in_place):
 
     assert outside[0][0][0] == "forward"
     assert outside == inside
+
+
+def test_a_compiled_child_keeps_its_code(impl):
+    """A child that `torch.compile` has returned is not compiled again, and may assign buffers."""
+
+    def count(self, x):
+        self.calls = self.calls + 1
+        return x + self.calls
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    child = user_module(impl, count)
+    child.register_buffer("calls", torch.zeros(()))
+    model = nn.Sequential(nn.Identity(), torch.compile(child, backend=counter, fullgraph=True))
+    zero = torch.zeros(())
+    results = [model(zero)]
+    with modkit.fast_inference(model):
+        results += [model(zero), model(zero)]
+
+    assert [results, counter.frame_count] == [[1, 2, 3], 1]
 
 
 def scripted_inside(scope, impl):
