@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple
 
 from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's layers call it so
@@ -224,14 +224,10 @@ def _read(forward: Callable[..., Any]) -> Layer | None:
 
 @lru_cache(maxsize=1024)
 def _kind_of(cls: Any) -> Kind | None:
-    """Return the computation of a class, or None to take torch's own path."""
-    # A mock or a proxy that claims to be a module may not have a ``forward``.
-    if not class_is_standard(cls, _CALLED_BY_TORCH):
-        return None
+    """Return the computation of a class that has torch's methods."""
     forward: Any = cls.forward
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    is_lazy = issubclass(cls, LazyModuleMixin)
-    if owner is nn.Module or is_lazy or not _is_of_torch(forward):
+    if owner is nn.Module or issubclass(cls, LazyModuleMixin):
         return None
 
     # BatchNorm2d inherits ``forward``, so the class of the table need not be its owner.
@@ -249,8 +245,15 @@ def _kind_of(cls: Any) -> Kind | None:
     return Kind(layer, forward, methods)
 
 
-# ``lru_cache`` loses the signature.
-kind_of: Final = cast("Callable[[type], Kind | None]", _kind_of)
+def kind_of(cls: Any) -> Kind | None:
+    """Return the computation of a class, or None to take torch's own path."""
+    # A mock or a proxy that claims to be a module may not have a ``forward``. Both are asked each
+    # time, since a patch ends: a profiler's, for instance.
+    if not class_is_standard(cls, _CALLED_BY_TORCH) or not _is_of_torch(cls.forward):
+        return None
+    return _kind_of(cls)
+
+
 CONTAINER: Final = Kind(Layer("x"), nn.Sequential.forward, (("__iter__", nn.Sequential.__iter__),))
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from contextlib import ExitStack
+from unittest import mock
 
 import pytest
 import torch
@@ -343,6 +344,17 @@ def empty_models(scope, impl):
     return seen
 
 
+def a_deleted_member_is_gone(scope, impl):
+    """A member of each kind, deleted by name or from its table, cannot be read any more."""
+    block = net(impl).blocks[0]
+    with scope(block):
+        del block.fc, block._parameters["scale"]
+        block._buffers.pop("shift")
+        return [
+            outcome(lambda name=name: getattr(block, name)) for name in ("fc", "scale", "shift")
+        ]
+
+
 def a_name_without_a_value_gets_one(scope, impl):
     """A buffer that is None gives its name to a parameter."""
     model = impl.nn.Module()
@@ -458,8 +470,11 @@ def test_no_layer_takes_torchs_path(case):
 
     with torch.no_grad(), modkit.fast_inference(model):
         assert vars(model)["_compiled_call_impl"].__code__.co_filename == "<string>"
-        # Entering a container gives its dict no entry for each child.
+        # Entering a container gives its dict no entry for each child, and a layer that only runs
+        # call no function.
         assert "0" not in vars(model)
+        if case == "long":
+            assert not any("_compiled_call_impl" in vars(layer) for layer in model)
         sys.setprofile(count)
         try:
             model(*inputs)
@@ -468,6 +483,20 @@ def test_no_layer_takes_torchs_path(case):
 
     # The kernel of an LSTM is in a function of its own.
     assert [name for name in calls if name != "<lambda>"] == ["call"] * functions
+
+
+@for_each(("owner", "name"), [(nn.Module, "__call__"), (nn.Linear, "forward")])
+def test_a_patch_counts_only_while_it_is_there(owner, name):
+    """A block that was entered under a profiler does not slow down those after it."""
+    layer = type("Own", (nn.Linear,), {})(2, 2)
+    original = getattr(owner, name)
+    patch = mock.patch.object(owner, name, lambda *given: [original(*given)])
+    with patch, modkit.fast_inference(layer):
+        assert layer(torch.ones(2))[0].shape == (2,)
+    with modkit.fast_inference(layer):
+        function = vars(layer)["_compiled_call_impl"]
+
+    assert function.__code__.co_filename == "<string>"
 
 
 def test_a_block_says_what_it_is():
@@ -535,6 +564,7 @@ SCENARIOS = (
     buffers_cast_across_scopes,
     shared_and_cyclic_models,
     empty_models,
+    a_deleted_member_is_gone,
     a_name_without_a_value_gets_one,
 )
 
