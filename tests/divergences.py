@@ -125,6 +125,14 @@ ROWS: Final = (
     ),
     _row(
         "modkit",
+        "`inspect.isabstract` is False for a class with abstract methods that does not derive from "
+        "`abc.ABC` | It is True, although the class can be instantiated: its metaclass is one of "
+        "abstract classes, so `inspect` looks for the methods",
+        NO_ISSUE,
+        "tests/parity/module/test_classes.py::test_a_plain_class_is_not_abstract",
+    ),
+    _row(
+        "modkit",
         "`type(Net) is type` | `type(Net)` is `type(nn.Module)`, which has the attributes of "
         "`ABCMeta`, such as `register`. `isinstance(Net, type)` is True for both",
         NO_ISSUE,
@@ -234,6 +242,13 @@ ROWS: Final = (
         "module, also after loading. In a traced module it is several, as in torch",
         NO_ISSUE,
         "tests/parity/jit/test_defects.py::test_a_child_in_several_places_is_one",
+    ),
+    _row(
+        "torch",
+        "A frozen module lacks the children that its code writes to: their buffers are not in "
+        "`state_dict()`, and conversions leave them out | It has them",
+        NO_ISSUE,
+        "tests/parity/jit/test_defects.py::test_a_frozen_module_has_the_children_that_change",
     ),
     _row(
         "torch",

@@ -290,6 +290,24 @@ def test_each_instance_compiles_what_its_constructor_defines(impl):
     assert results == [1, 2, 3]
 
 
+def test_a_frozen_module_has_the_children_that_change(impl):
+    """A buffer that compiled code writes to is part of the state, although it is that of a child."""
+
+    class Count(impl.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return x
+
+    frozen = impl.jit.freeze(impl.jit.script(impl.nn.Sequential(Count()).eval()))
+    frozen(inputs())
+
+    assert dict(frozen.named_buffers()) == {"0.calls": 1}
+
+
 @pytest.mark.parametrize("kind", ["traced", "class-based"])
 def test_members_can_be_replaced(impl, kind):
     """A parameter or a buffer that is there can be registered anew."""

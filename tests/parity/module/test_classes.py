@@ -103,6 +103,17 @@ def test_abcmeta_as_the_metaclass(impl: Implementation) -> None:
     assert issubclass(Base, impl.Module)
 
 
+def test_a_plain_class_is_not_abstract(impl: Implementation) -> None:
+    """A class with an abstract method counts as concrete, unless it derives from ABC."""
+
+    class Base(impl.Module):
+        @abc.abstractmethod
+        def encode(self): ...
+
+    assert Base().training
+    assert not inspect.isabstract(Base)
+
+
 def test_registrations_of_abstract_classes():
     """`register` holds for a class and those above it, for subclasses, and from then on, as in torch."""
 
