@@ -335,7 +335,7 @@ class ScriptModule(Module, torch.jit.ScriptModule, metaclass=ScriptMeta):
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = blank(RecursiveScriptModule)
-        bind(replica, self._c._replicate_for_data_parallel(), {}, self._concrete_type)
+        bind(replica, self._c._replicate_for_data_parallel(), {})
         return replica
 
 

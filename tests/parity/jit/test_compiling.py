@@ -1,4 +1,5 @@
 import copy
+import importlib.util
 import inspect
 
 import pytest
@@ -120,6 +121,15 @@ def test_children_that_torch_has_wrapped_are_copied(compiler, kind):
         assert len([*copied.parameters()]) == len([*child.parameters()])
         assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in copied.parameters())
         assert torch.equal(copy.deepcopy(copied)(inputs()), copied(inputs()))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("monkeytype") is not None, reason="MonkeyType would run them"
+)
+def test_example_inputs_need_monkeytype(impl):
+    """Torch's warning names the package."""
+    with pytest.warns(UserWarning, match="monkeytype is not installed"):
+        impl.jit.script(make_net(impl), example_inputs=[(inputs(),)])
 
 
 def test_what_is_compiled_is_returned_as_it_is():

@@ -131,15 +131,17 @@ def test_a_module_can_be_copied_by_its_constructor(impl):
             super().__init__()
             self.lin = impl.nn.Linear(3, 3)
             copies.append(copy.deepcopy(self))
+            make, arguments, *_ = self.__reduce_ex__(4)
+            copies.append(make(*arguments))
 
         @impl.jit.script_method
         def forward(self, x):
             return self.lin(x)
 
     module = Net()
-    (copied,) = copies
+    copied, pickled = copies
 
-    assert type(copied) is Net
+    assert type(copied) is type(pickled) is Net
     assert torch.equal(copied.lin.weight, module.lin.weight)
     assert copied.lin.weight is not module.lin.weight
 
@@ -376,5 +378,32 @@ def test_the_error_of_a_deletion_names_the_member(kind):
 def test_a_copy_keeps_buffers_out_of_its_state(copied):
     """A buffer that is not part of the state of a module is not part of that of its copies."""
     module = MODKIT.jit.script(with_a_transient_buffer(MODKIT))
+    other = copied(module)
 
-    assert list(copied(module).state_dict()) == ["lin.weight", "lin.bias"]
+    assert list(other.state_dict()) == ["lin.weight", "lin.bias"]
+    other.register_buffer("mask", other.mask)
+    assert list(other.state_dict()) == ["mask", "lin.weight", "lin.bias"]
+    assert list(module.state_dict()) == ["lin.weight", "lin.bias"]
+
+
+def one_more(x):
+    """Return a tensor plus one."""
+    return x + 1
+
+
+@for_each("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_compiles_what_the_module_compiles(copied):
+    """A method that is defined later may call the functions that are attributes of the module."""
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function = one_more
+
+        def forward(self, x):
+            return self.function(x)
+
+    other = copied(MODKIT.jit.script(Net()))
+    other.define("def twice(self, x):\n    return self.function(self.function(x))\n")
+
+    assert other.twice(torch.ones(1)).item() == 3

@@ -69,6 +69,19 @@ def test_the_folder_in_an_archive_has_the_name_of_the_file(impl, tmp_path):
     assert folders == {"net"}
 
 
+@for_each("kind", ["scripted", "class-based", "function"])
+def test_a_module_of_torch_replaces_the_file_at_once(kind, tmp_path):
+    """Who has the previous file open reads it to its end."""
+    path = tmp_path / "net.pt"
+    path.write_bytes(b"previous")
+    module = torch.jit.script(one_more) if kind == "function" else build(TORCH, kind)
+    with path.open("rb") as previous:
+        MODKIT.jit.save(module, path)
+
+        assert previous.read() == b"previous"
+    assert path.read_bytes().startswith(b"PK")
+
+
 def test_what_is_not_compiled_is_not_saved(tmp_path):
     """Saving an eager module, or an extra file that is not text, raises and writes nothing."""
     path = tmp_path / "net.pt"
