@@ -123,13 +123,21 @@ def test_children_that_torch_has_wrapped_are_copied(compiler, kind):
         assert torch.equal(copy.deepcopy(copied)(inputs()), copied(inputs()))
 
 
+OPTIONS = {
+    "example_inputs": ([(inputs(),)], "monkeytype is not installed"),
+    "optimize": (True, "`optimize` is deprecated"),
+}
+
+
 @pytest.mark.skipif(
-    importlib.util.find_spec("monkeytype") is not None, reason="MonkeyType would run them"
+    importlib.util.find_spec("monkeytype") is not None, reason="MonkeyType would run the inputs"
 )
-def test_example_inputs_need_monkeytype(impl):
-    """Torch's warning names the package."""
-    with pytest.warns(UserWarning, match="monkeytype is not installed"):
-        impl.jit.script(make_net(impl), example_inputs=[(inputs(),)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_without_effect_warns(impl, name):
+    """Torch's warnings name what is missing, or that the option is not used."""
+    value, text = OPTIONS[name]
+    with pytest.warns((UserWarning, FutureWarning), match=text):
+        impl.jit.script(make_net(impl), **{name: value})
 
 
 def test_what_is_compiled_is_returned_as_it_is():
