@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from modkit import jit
+from modkit._upstream import shares_all_storages
 from modkit.errors import FileError
 from modkit.files.checkpoint_values import readable_names
 from tests.fuzz.mutations import Case, Dice, case, corrupted, seeds
@@ -266,6 +267,10 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     # Torch cannot traverse some objects that a pickle can make.
     if uncompared is not None and outcome(compare, right, right)[1] is None:
         text = "".join(traceback.format_exception(uncompared))
+    # Torch has each dtype of a storage since 2.15, and the first one before; averages have the first.
+    is_older = shares_all_storages and chosen.name == "two dtypes of a storage"
+    if text and is_older and reader == "average_checkpoints":
+        return "read as by older torch", ""
     return ("read otherwise", text) if text else ("same", "")
 
 

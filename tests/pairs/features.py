@@ -378,8 +378,12 @@ class Loading(Feature):
         model = world.fresh(saved=True)
         state = world.situation.passed(world, world.situation.state(world))
         self.load(model, state, world.situation)
-        places = {each.data_ptr() for each in model.state_dict().values() if torch.is_tensor(each)}
-        own = {each.data_ptr() for each in world.net.state_dict().values() if torch.is_tensor(each)}
+        # A state of packed weights is made for the caller: both live while they are compared.
+        states = [model.state_dict(), world.net.state_dict()]
+        places, own = (
+            {each.data_ptr() for each in state.values() if torch.is_tensor(each)}
+            for state in states
+        )
         assert not (places & own) - {0}, "the loaded model shares memory"
         yield model
 

@@ -57,13 +57,13 @@ def atomic_write(path: AnyPath) -> Generator[Path]:
     given = os.fsdecode(path)
     target = Path(os.path.realpath(given))
     try:
-        previous = None
+        previous, is_named = None, False
+        # Since Python 3.14, Path.exists() is False also if the disk fails.
         with contextlib.suppress(FileNotFoundError):
             previous = Path(given).stat()
-        mode = 0 if previous is None else previous.st_mode
+            is_named = stat.S_IFMT(target.stat().st_mode) in {stat.S_IFREG, stat.S_IFDIR}
 
         writing = _replaced(target, previous)
-        is_named = (stat.S_ISREG(mode) and target.exists()) or stat.S_ISDIR(mode)
         if previous is not None and not is_named:
             # By the given name: the real path of an open pipe (/dev/fd/1) does not exist, nor that
             # of an open file that was deleted.

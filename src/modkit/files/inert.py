@@ -37,7 +37,7 @@ ITEM_SIZES: Final = {
     **dict.fromkeys(("float8_e8m0fnu", "float4_e2m1fn_x2", "bits8", "bits1x8"), 1),
     **dict.fromkeys(("bits2x4", "bits4x2"), 1),
     **dict.fromkeys(("int16", "uint16", "float16", "bfloat16", "bits16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "qint32", "complex32"), 4),
+    **dict.fromkeys(("int32", "uint32", "float32", "qint32", "complex32", "bcomplex32"), 4),
     **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
     "complex128": 16,
 }
@@ -210,7 +210,7 @@ def _tensor(
         if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
             raise pickle.UnpicklingError("a tensor is a lazy view in another way than in torch")
         tensor.bits = frozenset(name for name, is_set in bits.items() if is_set)
-        if "conj" in tensor.bits and not element.startswith("complex"):
+        if "conj" in tensor.bits and "complex" not in element:
             raise pickle.UnpicklingError("a tensor of real numbers is conjugated")
 
     last = offset

@@ -53,18 +53,18 @@ def save(module: Any, target: Any, files: ExtraFiles | None) -> None:
 
 def save_compiled(compiled: Any, target: Any, files: ExtraFiles) -> None:
     """Write an object that C++ serializes to an open file, or atomically to a path."""
-    is_path = isinstance(target, (str, os.PathLike))
-    path = Path(cast("os.PathLike[str]", target)).absolute() if is_path else None
-    if path is not None and not path.parent.is_dir():
-        raise RuntimeError(f"Parent directory {path.parent} does not exist.")
-
     # C++ ends the process if it cannot write to a disk, so it only writes to memory.
     content: bytes = compiled.save_to_buffer(_extra_files=files)
-    if path is None:
+    if not isinstance(target, (str, os.PathLike)):
         target.write(content)
         return
-    with atomic_write(path) as unfinished:
-        unfinished.write_bytes(content)
+    path = Path(target).absolute()
+    try:
+        with atomic_write(path) as unfinished:
+            unfinished.write_bytes(content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        # In torch's words.
+        raise RuntimeError(f"Parent directory {path.parent} does not exist.") from error
 
 
 def read(

@@ -245,8 +245,10 @@ def broken(operation: str, step: int) -> dict[int, list[str]]:
     problems(operation, None)
     count, found = problems(operation, None)
     assert found == []
-    assert count > 500
-    rows = {number: problems(operation, number)[1] for number in range(step // 2, count, step)}
+    # Python 3.14 does not trace all of them.
+    assert count > (100 if sys.version_info >= (3, 14) else 500)
+    numbers = range(min(step, count) // 2, count, step)
+    rows = {number: problems(operation, number)[1] for number in numbers}
     return {number: row for number, row in rows.items() if row}
 
 

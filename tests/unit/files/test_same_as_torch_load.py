@@ -63,6 +63,16 @@ def assert_as_torch(path: Path, name: str = "", *, within=contextlib.nullcontext
                 found = load_checkpoint(path, **options)
         elif refused is None:
             found = load_checkpoint(path, **options)
+        elif (
+            name == "sparse"
+            and options.get("map_location")
+            and type(refused) is NotImplementedError
+        ):
+            # Torch 2.15 reads the indices to check them, which have no values on the meta device.
+            assert {each.device.type for each in load_checkpoint(path, **options).values()} == {
+                "meta"
+            }
+            return
         elif name in ELSEWHERE and options.get("map_location") is not None:
             # The caller chooses the device, so the error is torch's own.
             error = outcome(load_checkpoint, path, **options)[1]
