@@ -125,6 +125,7 @@ def test_other_entries_are_short(tmp_path: Path) -> None:
         "seed": (1 << 256) - 1,
         "number of 257 bits": 1 << 256,
         "list": list(range(10_000)),
+        "lists": [[1, 2], (3,)],
         "options": argparse.Namespace(lr=0.1),
         "dtype": torch.float16,
         "size": torch.Size([2]),
@@ -138,6 +139,7 @@ def test_other_entries_are_short(tmp_path: Path) -> None:
     assert entries["dtype"] == "torch.float16"
     assert entries["(1, 2)"] == "None"
     assert entries["list"] == "[0, 1, 2, 3, 4, 5, 6, 7, ...]"
+    assert entries["lists"] == "[list, tuple]"
     assert entries["number"] == entries["number of 257 bits"] == "int"
     assert entries["seed"] == str(2**256 - 1)
 
@@ -315,16 +317,35 @@ def test_a_truncated_file(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\x80\x02\xff.", b"\x80\x02", b""], ids=["opcode", "cut", "empty"]
+    ("content", "reason"),
+    [
+        (b"\x80\x02\xff.", "it has 0xff, which is not read"),
+        (b"\x80\x02", "EOFError"),
+        (b"", "EOFError"),
+    ],
+    ids=["opcode", "cut", "empty"],
 )
-def test_a_corrupt_pickle_in_a_torch_save_file(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_pickle_in_a_torch_save_file(tmp_path: Path, content: bytes, reason: str) -> None:
     """The error says that the pickle is bad, and not another part of the file."""
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(1)}, path)
     rewritten(path, "data.pkl", content)
 
-    with pytest.raises(FileError, match=r"x\.pt cannot be read as .*: its pickle is invalid: "):
+    message = rf"x\.pt cannot be read as .*: its pickle is invalid: {reason}$"
+    with pytest.raises(FileError, match=message):
         inspect(path)
+
+
+def test_a_member_that_a_pickle_names_is_missing(tmp_path: Path) -> None:
+    """The error names it, and its size."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for name in old.namelist():
+            if not name.endswith("data/0"):
+                new.writestr(name, old.read(name))
+
+    with pytest.raises(FileError, match="corrupt: 'data/0' has no bytes, 12 in the pickle"):
+        inspect(tmp_path / "y.pt")
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")

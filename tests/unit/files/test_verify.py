@@ -101,8 +101,9 @@ def test_sharded_checkpoints(tmp_path: Path) -> None:
     index = sharded(tmp_path)
     verify(index)
     verify(tmp_path)
-    with pytest.raises(FileError, match="has shards, each with a SHA-256 of its own"):
+    with pytest.raises(FileError, match="has shards, each with a SHA-256 of its own") as caught:
         verify(index, "0" * 64)
+    assert caught.value.kind == "sharded checkpoint"
 
     shard = tmp_path / "model-2.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
