@@ -178,13 +178,9 @@ def remove_stale(parent: Path) -> None:
         # It may belong to another user, or to a writer that is alive.
         with contextlib.suppress(OSError):
             lock = lock_folder(folder)
-            if lock is not None or time.time() - _last_change(folder) >= _STALE_AFTER:
+            last_change = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+            if lock is not None or time.time() - last_change >= _STALE_AFTER:
                 _remove(folder, lock)
-
-
-def _last_change(folder: Path) -> float:
-    """Return when a folder or a file in it was last written to."""
-    return max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
 
 
 def _remove(folder: Path, lock: int | None) -> None:

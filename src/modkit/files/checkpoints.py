@@ -233,15 +233,11 @@ def load_checkpoint(
         if content is None:
             content = _left_to_torch(opened, source, what, map_location, mmap)
         if not opened.has_checksums:
-            _warn_of(what)
+            warn_user(
+                f"{shown(what)} has no checksums, so it is read unverified; `modkit convert` "
+                "writes it with them"
+            )
         return content
-
-
-def _warn_of(what: str) -> None:
-    warn_user(
-        f"{shown(what)} has no checksums, so it is read unverified; `modkit convert` writes it "
-        "with them"
-    )
 
 
 def verify_checksums(path: str | os.PathLike[str]) -> None:

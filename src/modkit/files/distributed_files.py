@@ -6,6 +6,7 @@ of ``torch.save`` of its own. Nothing here imports torch's classes for it.
 
 import math
 from collections.abc import Hashable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -32,6 +33,11 @@ class _Part(NamedTuple):
     start: int
     length: int
 
+    def opened(self, what: str) -> TorchFile:
+        """Read the archive."""
+        with open_regular(self.file) as descriptor:
+            return TorchFile(read_some(descriptor, self.start, self.length), what)
+
 
 class DistributedFile:
     """The tensors of a folder that ``torch.distributed.checkpoint`` wrote, one at a time.
@@ -44,6 +50,7 @@ class DistributedFile:
         tensors: The tensors by description.
         others: The names of other entries, and of tensors that are not below the key.
         files: The files of the archives.
+        unverified: Whether these have no checksums.
 
     Raises:
         FileError: If the metadata is corrupt, or of another kind.
@@ -51,7 +58,6 @@ class DistributedFile:
 
     metadata: Mapping[str, str] = MappingProxyType({})
     versions: Mapping[str, Any] = MappingProxyType({})
-    unverified = False
 
     def __init__(self, path: Path, key: str | None = None) -> None:
         self._path = path
@@ -75,6 +81,9 @@ class DistributedFile:
         for part in parts:
             if not 0 <= part.start <= part.start + part.length <= lengths[part.file]:
                 raise FileError(f"{part.file} is cut off, or of another save", kinds.DISTRIBUTED)
+        # All are of one save, and a small one is read in no time.
+        smallest = sorted(parts, key=attrgetter("length"))[:1]
+        self.unverified = not all(part.opened(str(part.file)).has_checksums for part in smallest)
 
     def _read_metadata(self, metadata: Mapping[str, Any]) -> None:
         places: dict[Hashable, Any] = {}
@@ -128,10 +137,8 @@ class DistributedFile:
         return whole
 
     def _read(self, part: _Part, name: str) -> "torch.Tensor":
-        with open_regular(part.file) as descriptor:
-            content = read_some(descriptor, part.start, part.length)
         what = f"{part.file}, which has {name!r},"
-        opened = TorchFile(content, what)
+        opened = part.opened(what)
         record = opened.content.value
         fits = isinstance(record, InertTensor) and record.storage
         if not fits or record.shape != part.sizes or record.dtype != self.tensors[name].dtype:

@@ -240,11 +240,16 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any, *attributes: Any) -> A
 
 def _of_subclass(function: Any, kind: Any, args: Any, state: Any) -> Any:
     """Describe a tensor of a subclass, as ``torch._tensor._rebuild_from_type_v2``."""
-    # Other functions have costs that were not paid.
-    is_plain = isinstance(function, Function) and function.function in {_tensor, _tensor_of_dtype}
-    if not is_plain and not _OF_TORCH.fullmatch(getattr(function, "name", "")):
+    if isinstance(function, Function) and function.function in {_tensor, _tensor_of_dtype}:
+        return function(*args)
+    # Other functions have costs that were not paid, and NumPy's objects would get the state.
+    is_class = isinstance(function, type) and issubclass(function, Foreign)
+    if not is_class or getattr(function, "name", "").startswith("numpy"):
         raise pickle.UnpicklingError("a tensor is made by another function than those of torch")
-    return function(*args)
+    made = function()
+    # As a call would copy them: many calls could share one long tuple.
+    made.args = args
+    return made
 
 
 def _empty_dict() -> OrderedDict[Any, Any]:

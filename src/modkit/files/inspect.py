@@ -173,16 +173,11 @@ def verify(path: str | os.PathLike[str], sha256: str | None = None) -> None:
         >>> verify(path)
     """
     file = file_in(Path(path))
-    parts = parts_of(file)
+    parts = Checkpoint(file).files if is_table(file) else []
     if parts and sha256 is not None:
         raise FileError(f"{file} has shards, each with a SHA-256 of its own", kinds.SHARDED)
     for part in (file, *parts):
         check_file(part, sha256)
-
-
-def parts_of(file: Path) -> list[Path]:
-    """Return the files that an index, or the metadata of a distributed checkpoint, names."""
-    return Checkpoint(file).files if is_table(file) else []
 
 
 def is_table(file: Path) -> bool:
@@ -213,9 +208,8 @@ def check_file(
     Raises:
         FileError: See :func:`verify`.
     """  # noqa: DOC501 - wrong_kind() makes a FileError
-    is_index = is_table(file)
     how = ""
-    if is_index:
+    if is_table(file):
         checkpoint = Checkpoint(file)
         how = f"index of {len(checkpoint.shapes):,} tensors in {len(checkpoint.files)} files"
         if checkpoint.unlisted:
@@ -224,7 +218,7 @@ def check_file(
     expected = None if sha256 is None else parse_digest(sha256)
     with open_regular(file) as descriptor:
         kind = kinds.kind_of(descriptor)
-        if kind in NEVER_INTACT and not (is_index or (any_kind and expected)):
+        if kind in NEVER_INTACT and not (how or (any_kind and expected)):
             raise kinds.wrong_kind(descriptor, str(file), "a checkpoint or an archive of torch")
 
         archive = Archive(descriptor, str(file)) if kind in _ARCHIVES else None
@@ -237,10 +231,14 @@ def check_file(
             how = f"checksums of {len(archive.members):,} members"
         elif kind == kinds.CHAIN:
             places = archives_in(descriptor, os.fstat(descriptor).st_size)
-            for start, end in places:
-                Archive(read_some(descriptor, start, end - start), str(file)).verify()
             how = f"checksums of {len(places):,} archives"
-        elif expected is None and not is_index:
+            for start, end in places:
+                part = Archive(read_some(descriptor, start, end - start), str(file))
+                part.verify()
+                how = how if part.has_checksums else ""
+                # Before the next one is read.
+                del part
+        if not how and expected is None:
             advice = "compare its SHA-256 with the expected one"
             raise FileError(f"{file} is {UNVERIFIED} in a {kind}; {advice}", kind)
 

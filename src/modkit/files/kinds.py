@@ -38,8 +38,6 @@ ADVICE: Final = {
     PICKLE: "torch.load(..., weights_only=True) may read it; pickle would execute code that it "
     "names. fickling and picklescan analyse such files",
     PACKAGE: "read it with torch.package.PackageImporter, which executes its code",
-    DISTRIBUTED: "read it with torch.distributed.checkpoint, or make one file of it with "
-    "torch.distributed.checkpoint.format_utils.dcp_to_torch_save",
     PACKED: "unpack it first",
     EMPTY: "nothing was written to it",
 }
@@ -166,22 +164,6 @@ def sha256_of(
         position += len(chunk)
         progress(position / max(position, size_of(source)))
     return digest.hexdigest()
-
-
-def check_digest(source: int | bytes, what: str, sha256: str | None) -> None:
-    """Compare the SHA-256 of a file with the expected one.
-
-    Args:
-        source: The descriptor of the file, or its content.
-        what: How errors name the file.
-        sha256: The expected digest, as for :func:`parse_digest`; None to compare nothing.
-
-    Raises:
-        FileError: If the file has another digest.
-        ValueError: If ``sha256`` is not a digest.
-    """
-    if sha256 is not None:
-        compare_digests(what, parse_digest(sha256), sha256_of(source))
 
 
 def compare_digests(what: str, expected: str, actual: str) -> None:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -47,6 +48,7 @@ _NO_NAMES: Final = re.compile("__metadata__|.*[\ud800-\udfff].*", re.DOTALL)
 # The key in the metadata of a file for the versions of modules, which files of torch have by
 # themselves.
 _VERSIONS: Final = "modkit.versions"
+_PLAIN: Final = {int, float, bool, str, type(None)}
 
 
 class SafetensorsFile:
@@ -77,12 +79,12 @@ class SafetensorsFile:
             header = json.loads(content)
             metadata = header.pop("__metadata__", None) or {}
             "".join(metadata.values())  # which are strings
+            self.versions: Mapping[str, Any] = _versions_in(metadata)
             self._read_entries(header)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             reason = str(error) if isinstance(error, ValueError) else repr(error)
             raise FileError(f"{path} is corrupt: {reason}", SAFETENSORS) from error
         self.metadata: Mapping[str, str] = metadata
-        self.versions: Mapping[str, Any] = _versions_in(metadata, path)
 
     def _read_entries(self, header: Mapping[str, Any]) -> None:
         """Read where each tensor is; they must follow each other without gaps."""
@@ -117,40 +119,43 @@ class SafetensorsFile:
         return tensor
 
 
-def versions_as_metadata(state_dict_metadata: Mapping[Any, Any]) -> dict[str, str]:
+def versions_as_metadata(metadata: Mapping[Any, Any]) -> dict[str, str]:
     """Return the versions of modules as the metadata of a file, which holds strings.
 
     Args:
-        state_dict_metadata: The ``_metadata`` of a state dict.
+        metadata: The ``_metadata`` of a state dict.
 
     Returns:
         One entry, or none without versions. Entries that are not versions are left out: the
         ``_metadata`` of a torch file may have entries of any kind.
     """
-    versions = {
-        path: entry.get("version")
-        for path, entry in state_dict_metadata.items()
-        if isinstance(path, str)
-        and isinstance(entry, Mapping)
-        and isinstance(entry.get("version"), (int, type(None)))
-    }
+    versions = {path: entry.get("version") for path, entry in plain_metadata(metadata).items()}
+    versions = {p: v for p, v in versions.items() if isinstance(v, (int, type(None)))}
     return {_VERSIONS: json.dumps(versions)} if versions else {}
 
 
-def _versions_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Return the versions of modules in the form that ``_metadata`` of a state dict has."""
-    if _VERSIONS not in metadata:
-        return {}
+def plain_metadata(metadata: object) -> dict[str, dict[str, Any]]:
+    """Return the ``_metadata`` of a state dict, which may have entries of any kind, without those.
 
-    versions: Any = None
-    try:
-        versions = json.loads(metadata[_VERSIONS])
-        is_valid = all(isinstance(version, (int, type(None))) for version in versions.values())
-    except (ValueError, AttributeError, RecursionError):
-        is_valid = False
-    if not is_valid:
-        raise FileError(f"{path} is corrupt: {_VERSIONS} are not versions of modules", SAFETENSORS)
-    return {name: {"version": version} for name, version in versions.items()}
+    Args:
+        metadata: It; from a file, its objects are placeholders that no file can hold.
+    """
+    # Attributes from the file may hide methods of dicts.
+    entries = dict.items(metadata) if isinstance(metadata, dict) else ()
+    return {
+        path: {name: value for name, value in dict.items(entry) if type(value) in _PLAIN}
+        for path, entry in entries
+        if isinstance(path, str) and isinstance(entry, dict)
+    }
+
+
+def _versions_in(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the versions of modules in the form that ``_metadata`` of a state dict has."""
+    with suppress(ValueError, AttributeError, RecursionError):
+        versions = json.loads(metadata.get(_VERSIONS, "{}"))
+        if all(isinstance(version, (int, type(None))) for version in versions.values()):
+            return {name: {"version": version} for name, version in versions.items()}
+    raise ValueError(f"{_VERSIONS} are not versions of modules")
 
 
 class Described(NamedTuple):
@@ -202,8 +207,7 @@ def save_safetensors(
         ValueError: If safetensors does not have the dtype of a tensor, or cannot store its name.
         OSError: If the file cannot be written.
     """
-    described = {name: Described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    ordered = in_file_order(described)
+    ordered = in_file_order({n: Described(t.dtype, t.shape) for n, t in tensors.items()})
     with atomic_write(path) as unfinished:
         in_order = ((name, tensors[name]) for name in ordered)
         write_safetensors(unfinished, ordered, in_order, versions_as_metadata(versions))

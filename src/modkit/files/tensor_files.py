@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 from modkit.errors import FileError, printable, shown
 from modkit.files import kinds
 from modkit.files.distributed_files import METADATA, DistributedFile
-from modkit.files.inert import Constant, Foreign, InertTensor
+from modkit.files.inert import Constant, Foreign, InertTensor, Stored
 from modkit.files.kinds import SHARDED
-from modkit.files.safetensors_files import SafetensorsFile
+from modkit.files.safetensors_files import SafetensorsFile, plain_metadata
 from modkit.files.torch_files import TorchFile
 from modkit.files.zip_archive import open_kept, open_regular, read_some
 
@@ -40,6 +40,8 @@ MAX_NAME: Final = 1000  # the characters of a name in a listing
 _BUDGET: Final = 1 << 26
 _DEEPEST: Final = 16
 _MOST_KEYS: Final = 10
+# What users know the placeholders as.
+_KINDS: Final[dict[type, str]] = {InertTensor: "a tensor", Constant: "a dtype", Stored: "a storage"}
 
 
 class StateDictFile:
@@ -48,19 +50,18 @@ class StateDictFile:
     Args:
         path: The file.
         key: The key of the state dict; see :class:`Checkpoint`.
+        prefix: Entries whose names do not begin with it may be anything.
 
     Attributes:
-        content: The content of the file, with tensors by description.
-        tensors: Those of the state dict.
+        tensors: The tensors of the state dict by description.
     """
 
     metadata: Mapping[str, str] = {}
 
-    def __init__(self, path: Path, key: str | None) -> None:
+    def __init__(self, path: Path, key: str | None, prefix: str = "") -> None:
         self._file = TorchFile(open_kept(self, path), str(path))
         self.unverified: bool = not self._file.has_checksums
-        self.content: object = self._file.content.value
-        self.versions, self.tensors = state_dict_at(self.content, path, key)
+        self.versions, self.tensors = state_dict_at(self._file.content.value, path, key, prefix)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -81,7 +82,7 @@ def content_of_file(path: Path) -> Any:
 _Home: TypeAlias = StateDictFile | SafetensorsFile | DistributedFile
 
 
-def _opened(path: Path, key: str | None) -> _Home:
+def _opened(path: Path, key: str | None, prefix: str) -> _Home:
     """Open a file by its content, whatever its name ends in."""
     if path.name == METADATA:
         return DistributedFile(path, key)
@@ -89,7 +90,7 @@ def _opened(path: Path, key: str | None) -> _Home:
         kind = kinds.kind_of(descriptor)
         if kind not in {kinds.SAFETENSORS, kinds.TORCH_SAVE, kinds.LEGACY}:
             raise kinds.wrong_kind(descriptor, str(path), "a checkpoint of torch or safetensors")
-    return SafetensorsFile(path) if kind == kinds.SAFETENSORS else StateDictFile(path, key)
+    return SafetensorsFile(path) if kind == kinds.SAFETENSORS else StateDictFile(path, key, prefix)
 
 
 class Checkpoint:
@@ -130,7 +131,7 @@ class Checkpoint:
         self.unverified: list[Path] = []
         self.unlisted: int = 0
         for path in paths:
-            self._add(file_in(path), path, key)
+            self._add(file_in(path), path, key, prefix)
 
         if not self._homes:
             raise FileError(f"{paths[0]} holds no tensors")
@@ -142,14 +143,14 @@ class Checkpoint:
         self.shapes = {name: tensor.shape for name, tensor in self.tensors.items()}
         self.dtypes = {name: tensor.dtype for name, tensor in self.tensors.items()}
 
-    def _add(self, file: Path, path: Path, key: str | None) -> None:
+    def _add(self, file: Path, path: Path, key: str | None, prefix: str) -> None:
         is_index = file.name.endswith(INDEX)
         shards: Mapping[Path, list[str] | None] = shards_of(file) if is_index else {file: None}
         for shard, names in shards.items():
             # False also for a name that no file can have, where Path.exists() raises.
             if names and not os.path.exists(shard):  # noqa: PTH110
                 raise FileNotFoundError(shown(f"{shard} is missing; {file} lists {names[0]} in it"))
-            opened = _opened(shard, key)
+            opened = _opened(shard, key, prefix)
             if absent := [name for name in names or () if name not in opened.tensors]:
                 raise FileError(f"{shard} has no {absent[0]}, which {file} lists in it", SHARDED)
 
@@ -361,12 +362,17 @@ def short_repr(value: object, *, nested: bool = False) -> str:
     small = isinstance(value, int) and value.bit_length() <= 256
     if small or value is None or isinstance(value, (float, complex, Constant)):
         return printable(repr(value))
+    return printable(_kind_of(value)[:MAX_NAME].removeprefix("builtins."))
+
+
+def _kind_of(value: object) -> str:
+    """Return the name of the class of an object of a file, or of a class in it."""
     name = getattr(value, "name", "") if isinstance(value, (Foreign, type)) else ""
-    return printable(str(name or type(value).__name__)[:MAX_NAME].removeprefix("builtins."))
+    return str(name) or _KINDS.get(type(value), type(value).__name__)
 
 
 def state_dict_at(
-    content: object, path: Path, key: str | None
+    content: object, path: Path, key: str | None, prefix: str
 ) -> tuple[Mapping[str, Any], dict[str, InertTensor]]:
     """Return the versions of modules and the tensors at a key of a file's content.
 
@@ -375,6 +381,7 @@ def state_dict_at(
         path: The file, for errors.
         key: The key as `inspect` shows it, with dots between the names of nested dicts and lists;
             None for the whole content.
+        prefix: Other entries, whose names do not begin with it, may be anything.
 
     Raises:
         FileError: If there is no state dict at the key, or an entry is not a tensor with plain
@@ -387,19 +394,20 @@ def state_dict_at(
         raise FileError(f"{path} has no state dict at the key {key!r}" + _advice(near))
     state_dict = listing.containers[key] if key else content
 
-    versions = vars(state_dict).get("_metadata") if hasattr(state_dict, "__dict__") else None
     entries = _without_class(state_dict)
     if not isinstance(entries, dict):
-        kind = getattr(state_dict, "name", "") or type(state_dict).__name__
-        raise FileError(f"{path} holds {kind}, not a state dict")
+        raise FileError(f"{path} holds {_kind_of(state_dict)}, not a state dict")
 
     # Attributes from the file may hide methods of dicts.
-    tensors = dict(dict.items(entries))
-    for name, value in tensors.items():
-        if problem := _problem_of(name, value):
+    tensors: dict[str, InertTensor] = {}
+    for name, value in dict.items(entries):
+        problem = _problem_of(name, value)
+        if problem and str(name).startswith(prefix):
             below = [inner for inner in keys if not key or inner.startswith(f"{key}.")]
             raise FileError(f"{path}: {name!r} is {problem}" + _advice(below))
-    return versions if isinstance(versions, dict) else {}, tensors
+        if not problem:
+            tensors[name] = value
+    return plain_metadata(getattr(state_dict, "_metadata", None)), tensors
 
 
 def _advice(keys: Sequence[str]) -> str:
@@ -412,7 +420,7 @@ def _advice(keys: Sequence[str]) -> str:
 def _problem_of(name: object, value: object) -> str | None:
     """Return why an entry cannot be averaged, or None."""
     if not isinstance(value, InertTensor):
-        kind = getattr(value, "name", "") or type(value).__name__
+        kind = _kind_of(value)
         is_made = kind.startswith("torch._utils._rebuild")
         return f"a tensor without plain memory ({kind})" if is_made else f"not a tensor but {kind}"
     if not isinstance(name, str):

@@ -71,7 +71,8 @@ def verified_archive(f: Any, sha256: str | None = None) -> Generator[VerifiedArc
         else:
             what = f"the file {getattr(f, 'name', '')}".rstrip()
             source = for_torch = content_of(f)
-        kinds.check_digest(source, what, sha256)
+        if sha256 is not None:
+            kinds.compare_digests(what, kinds.parse_digest(sha256), kinds.sha256_of(source))
 
         if kinds.kind_of(source) == kinds.FLATBUFFER:
             # It has no checksums. From a path, torch maps it into memory that is read-only: writing

@@ -1,5 +1,6 @@
 import math
 import weakref
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,17 @@ def test_contents_that_are_no_tensors_are_refused(tmp_path) -> None:
         average_checkpoints(paths[:1], key="ema")
     with pytest.raises(ValueError, match="holds list, not a state dict"):
         average_checkpoints(paths[1:2])
+    for value, kind in (
+        (torch.float16, "a dtype"),
+        (torch.ones(2).untyped_storage(), "a storage"),
+        (Namespace(name=5), "Namespace"),
+    ):
+        path = written(tmp_path, [{"entry": value}])
+        with pytest.raises(ValueError, match=f"'entry' is not a tensor but {kind}"):
+            average_checkpoints(path)
+    with pytest.raises(ValueError, match="holds a tensor, not a state dict"):
+        average_checkpoints(written(tmp_path, [torch.ones(2)]))
+    paths = written(tmp_path, [training, [1, 2], {}])
     with pytest.raises(ValueError, match=r"2\.pt holds no tensors"):
         average_checkpoints(paths[2:])
 

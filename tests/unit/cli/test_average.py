@@ -187,7 +187,13 @@ def test_a_reconstructed_value_that_is_too_large_for_the_dtype(tmp_path: Path) -
     assert not (tmp_path / "out.pt").exists()
 
 
-@for_each("others", [{}, {"head.w": torch.ones(3)}, {"head.w": torch.ones(2, dtype=torch.int64)}])
+@for_each(
+    "others",
+    [
+        *({}, {"head.w": torch.ones(3)}, {"head.w": torch.ones(2, dtype=torch.int64)}),
+        {"head._extra_state": {"scale": 1}},
+    ],
+)
 def test_tensors_without_the_prefix_may_differ(tmp_path: Path, others: State) -> None:
     """They are not averaged, so they are not compared: classifiers of fine-tuned models."""
     paths = [tmp_path / "a.pt", tmp_path / "b.pt"]

@@ -278,6 +278,15 @@ def test_entries_that_are_not_versions_are_left_out(tmp_path: Path) -> None:
     versions = {"": {"version": 3}, "c": {"version": None}}
     assert Checkpoint(tmp_path / "b.safetensors").versions == versions
 
+    # Placeholders for objects of the file cannot be written to another one.
+    plain = {"version": 3, "name": "x"}
+    odd[""] = {**plain, "dtype": torch.float16, "loss": nn.MSELoss(), "w": torch.ones(1)}
+    torch.save(state_dict, tmp_path / "a.pt")
+    for command, file in (("convert", "c.pt"), ("average", "d.pt")):
+        assert invoke(command, tmp_path / "a.pt", "-o", tmp_path / file).exit_code == 0
+        assert vars(read(tmp_path / file))["_metadata"][""] == plain
+    mig.migrate_file(nn.ParameterDict(state_dict), tmp_path / "a.pt", tmp_path / "e.safetensors")
+
 
 def test_a_corrupt_source_is_refused(tmp_path: Path) -> None:
     """A flipped bit is found while the tensor is read, and nothing is left."""

@@ -180,6 +180,11 @@ def test_a_subclass_of_a_tensor_calls_only_functions_of_tensors():
     made = called(by_type, named("builtins", "set"), kind, hashed, b"}")
 
     assert "by another function than those of torch" in problem(b"\x80\x02" + made + b".")
+    # Placeholders share their arguments, which each could copy.
+    start = b"\x80\2](" + b"(" + b"N" * 99 + b"tq\1"
+    other = called(by_type, named("torch._utils", "_rebuild_other"), kind, b"h\1", b"}")
+    arguments, *tensors = read_pickle(start + other * 2 + b"e.", "file.pt").value
+    assert all(tensor.args is arguments for tensor in tensors)
 
 
 COSTS = {

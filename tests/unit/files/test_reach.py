@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,19 @@ class Options:
     """A class that no reader of checkpoints knows."""
 
 
+class Boxed(torch.Tensor):
+    """A subclass of tensors that rebuilds itself with a function of its own."""
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        parts = (boxed, Boxed, (self.as_subclass(torch.Tensor),), {})
+        return torch._tensor._rebuild_from_type_v2, parts
+
+
+def boxed(tensor: torch.Tensor) -> Boxed:
+    """Rebuild one."""
+    return tensor.as_subclass(Boxed)
+
+
 def read(path: Path, key: str | None = None) -> dict[str, torch.Tensor]:
     """Return all tensors at a key."""
     checkpoint = Checkpoint(path, key=key)
@@ -48,11 +62,17 @@ def assert_state(found: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(found[name], STATE[name]) for name in STATE)
 
 
+def ragged() -> torch.Tensor:
+    """Return a nested tensor of the layout that weights_only=True reads."""
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+
+
 @pytest.fixture
 def lit(tmp_path: Path) -> Path:
     """Write a file as Lightning does, with objects of several classes beside the weights."""
     extra = {"loss": nn.MSELoss(), "options": Options(), "out": Path("x"), "kind": list}
     extra |= {"at": dt.timedelta(1), "day": np.datetime64("2026"), "ns": SimpleNamespace(a=1)}
+    extra |= {"box": boxed(torch.ones(2)), "ragged": ragged()}
     torch.save({"state_dict": STATE, "hyper_parameters": extra}, tmp_path / "lit.ckpt")
     return tmp_path / "lit.ckpt"
 
@@ -66,6 +86,16 @@ def test_foreign_classes_do_not_hide_the_tensors(lit: Path) -> None:
         assert name in info.note
     assert "would execute code; none was executed" in info.note
     assert info.entries["hyper_parameters.kind"] == "list"
+    assert info.entries["hyper_parameters.box"] == f"{__name__}.boxed"
+
+
+def test_nested_tensors_are_read_as_torch_reads_them(tmp_path: Path) -> None:
+    """Also where their class has a function of its own that rebuilds them."""
+    modkit.save_checkpoint({"ragged": ragged()}, tmp_path / "a.pt")
+
+    found = modkit.load_checkpoint(tmp_path / "a.pt")["ragged"]
+    assert type(found) is type(ragged())
+    assert [part.tolist() for part in found.unbind()] == [[1, 1], [1]]
 
 
 @for_each(
@@ -174,13 +204,38 @@ def test_packages_are_named(tmp_path: Path) -> None:
         modkit.load_checkpoint(tmp_path / "a.pt")
 
 
-@pytest.fixture
-def distributed(tmp_path: Path) -> Path:
+def save_distributed(path: Path) -> None:
     """Write a folder of torch.distributed.checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": STATE, "epoch": 3}, checkpoint_id=tmp_path / "step-5")
+        dcp.save({"model": STATE, "epoch": 3}, checkpoint_id=path)
+
+
+@pytest.fixture
+def distributed(tmp_path: Path) -> Path:
+    """Return a folder of torch.distributed.checkpoint."""
+    save_distributed(tmp_path / "step-5")
     return tmp_path / "step-5"
+
+
+def test_distributed_checkpoints_without_checksums(tmp_path: Path) -> None:
+    """They are reported as files without checksums are, also where a file has several archives."""
+    path, output = tmp_path / "step-5", tmp_path / "one.pt"
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_distributed(path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+    with pytest.raises(
+        FileError, match=r"unverified: no checksums in a chain of torch\.save files"
+    ):
+        verify(path)
+    assert invoke("verify", path).exit_code == 1
+    done = invoke("convert", path, "--key", "model", "-o", output)
+    assert done.stderr == f"{path / '.metadata'}: unverified: no checksums\n"
+    assert_state(modkit.load_checkpoint(output))
 
 
 def test_distributed_checkpoints(distributed: Path, tmp_path: Path) -> None:
