@@ -26,9 +26,6 @@ modkit.
 
 {versions}
 
-Parts of it ran again on 2026-11-28, without a failure: on torch 2.15.0, 414 tests of modules, hooks, loading and
-averages beside torch's; on torch 2.13.0 with Python 3.10.13, 503 of these and of `EMA`.
-
 Not run: free-threaded builds of Python, macOS and Windows. What pages say of them is reasoned from the code of torch and
 Python, or simulated ([Platforms](files.md#platforms)).
 
