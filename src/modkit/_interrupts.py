@@ -1,8 +1,9 @@
-"""Critical sections: signals and other threads wait until a change is complete."""
+"""Critical sections: signals, threads and garbage wait until a change is complete."""
 
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib
 import os
 import signal
@@ -34,7 +35,9 @@ _DEFERRED: Final = tuple(
 # Setting a handler in Python also replaces what C code has installed over it, such as a chained
 # ``faulthandler``, and the flag of ``signal.siginterrupt``. Both are in the action that the C
 # library keeps, which is read and written as it is. Without POSIX there is none.
-_sigaction: Any = ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else None
+_sigaction: Any = (
+    ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else lambda *_: None
+)
 # Of the outermost section, with more bytes than any C library needs.
 _actions: Final = {number: ctypes.create_string_buffer(256) for number in _DEFERRED}
 
@@ -55,7 +58,8 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
     ``KeyboardInterrupt`` can leave an average half updated, half of a model swapped, or a mode of
     torch entered for good. Inside the block handlers are only noted; they run when it ends, in
     order. In other threads no handler ever runs. One thread at a time is in a block. Blocks may be
-    nested.
+    nested. Nor is garbage collected: that may end an abandoned block of the user, which swaps
+    weights in the middle of another change.
 
     Masks of signals would not do: any thread of torch may receive a signal, whose handler then runs
     in the main thread all the same.
@@ -65,22 +69,19 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._replaced: list[int] = []
         self._waiting: list[tuple[int, FrameType | None]] = []
-        is_main = threading.get_ident() == threading.main_thread().ident
-        if is_main and _Process.outermost is None:
+        if threading.get_ident() == threading.main_thread().ident and _Process.outermost is None:
             try:
                 _Process.outermost = self
                 for number in _DEFERRED:
                     handler = _signals.getsignal(number)
                     if not callable(handler):
                         continue
-                    if _sigaction is not None:
-                        _sigaction(number, None, _actions[number])
+                    _sigaction(number, None, _actions[number])
                     self._handlers[number] = handler
                     # In this order: restoring a handler that was not replaced has no effect.
                     self._replaced.append(number)
                     _signals.signal(number, self._wait)
-                    if _sigaction is not None:
-                        _sigaction(number, _actions[number], None)
+                    _sigaction(number, _actions[number], None)
             except BaseException:
                 # A signal arrived before its own handler was replaced, and after that of another.
                 self._leave()
@@ -88,9 +89,13 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
 
         self._lock = _Process.lock
         self._lock.acquire()
+        self._collects = gc.isenabled()
+        gc.disable()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._collects:
+            gc.enable()
         self._lock.release()
         self._leave()
 
@@ -102,8 +107,7 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
         while self._replaced:
             number = self._replaced[-1]
             _signals.signal(number, self._handlers[number])
-            if _sigaction is not None:
-                _sigaction(number, _actions[number], None)
+            _sigaction(number, _actions[number], None)
             self._replaced.pop()
         if _Process.outermost is self:
             _Process.outermost = None
@@ -118,17 +122,16 @@ class uninterrupted:  # noqa: N801 - used as ``contextlib.suppress`` is
             raise
         finally:
             if self._waiting:
-                self._call_waiting()
-
-    def _call_waiting(self) -> None:
-        """Call the handlers in order, also those after one that raises."""
-        with contextlib.ExitStack() as calls:
-            for number, frame in reversed(self._waiting):
-                calls.callback(self._handlers[number], number, frame)
+                # In order, also those after one that raises.
+                with contextlib.ExitStack() as calls:
+                    for number, frame in reversed(self._waiting):
+                        calls.callback(self._handlers[number], number, frame)
 
 
 def _after_fork() -> None:
     # Threads that held the lock, or were in a section, do not exist in the child.
+    if not _Process.lock.acquire(blocking=False):
+        gc.enable()
     _Process.lock = threading.RLock()
     if _Process.outermost is not None:
         _Process.outermost._restore()

@@ -39,15 +39,12 @@ def install_extra(extra: str) -> str:
 
 MSG_CYCLE: Final = "maximum recursion depth exceeded: the module {name} contains itself"
 
-MSG_REBIND: Final = (
-    "If the model has changed on purpose, call EMA.rebind() and go on. PostHocEMA has to begin in "
-    "another directory. The averages are unchanged."
-)
+_UNCHANGED: Final = "PostHocEMA has to begin in another directory. The averages are unchanged."
+MSG_REBIND: Final = f"If the model has changed on purpose, call EMA.rebind(). {_UNCHANGED}"
 
 MSG_UNFROZEN: Final = (
     "With trainable_only=True, those that are unexpected require gradients now: call EMA.rebind() "
-    "to begin their averages, or average all parameters. PostHocEMA has to begin in another "
-    "directory. The averages are unchanged."
+    f"to begin their averages, or average all parameters. {_UNCHANGED}"
 )
 
 MSG_NO_UPDATE: Final = (

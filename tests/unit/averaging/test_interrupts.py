@@ -211,6 +211,68 @@ def test_every_line_of_an_evaluation_may_raise(place: str, first: bool) -> None:
     assert lines > 90
 
 
+class CollectAtLine(RaiseAtLine):
+    """Collects garbage at one of the lines at which the collector may run by itself."""
+
+    FILES = (swap.__file__, callback.__file__)
+
+    def within(self, frame, event, argument):
+        """Trace the lines of a function."""
+        if event == "line" and gc.isenabled():
+            self.lines += 1
+            if self.lines - 1 == self.number:
+                gc.collect()
+        return self.within
+
+
+@pytest.fixture
+def little_garbage() -> Iterator[None]:
+    """Leave out what is there already, so that garbage is collected in no time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@for_each("first", [True, False])
+@pytest.mark.usefixtures("little_garbage")
+def test_an_abandoned_block_may_be_collected_at_every_line(first: bool) -> None:
+    """It ends before or after a change, not in it: training weights and modes are back."""
+    evaluation = modkit.EMACallback(cast(), decay=[0.5, 0.5])
+    for value in 1.0, 2.0:
+        set_to(evaluation.model, value)
+        evaluation.step()
+    weights = dense(evaluation.model.parameters())
+
+    def abandon() -> None:
+        def batches() -> Iterator[None]:
+            with evaluation.evaluating(index=0):
+                yield
+
+        cycle = [batches()]
+        next(cycle[0])
+        cycle.append(cycle)
+
+    def look() -> None:
+        if first:
+            abandon()
+        with evaluation.evaluating(index=1):
+            if not first:
+                abandon()
+
+    number = lines = 0
+    while number <= lines:
+        tracer = CollectAtLine(number - 1 if number else None, KeyboardInterrupt)
+        tracer.run(look)
+        gc.collect()
+        lines = max(lines, tracer.lines)
+        number += 1
+
+        assert swap.active_swaps == []
+        assert all(map(torch.equal, dense(evaluation.model.parameters()), weights))
+        assert all(module.training for module in evaluation.model.modules())
+
+
 def test_a_write_to_a_sparse_buffer_is_noticed() -> None:
     """The training value is back, and the warning names the option."""
     model = with_sparse_buffers()
@@ -375,7 +437,7 @@ def test_each_signal_that_has_waited_is_handled() -> None:
 
 
 FORK = """
-import os, signal, threading, warnings
+import gc, os, signal, threading, warnings
 from modkit import _interrupts as interrupts
 
 warnings.simplefilter("ignore")  # about forks of processes with threads
@@ -386,14 +448,16 @@ def fork():
     child = os.fork()
     if not child:
         is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        os._exit(0 if is_default and interrupts._Process.lock.acquire(blocking=False) else 1)
+        is_free = interrupts._Process.lock.acquire(blocking=False)
+        os._exit(0 if is_default and is_free and gc.isenabled() else 1)
     codes.append(os.waitpid(child, 0)[1])
 
 with interrupts.uninterrupted():
     worker = threading.Thread(target=fork)
     worker.start()
     worker.join()
-print(codes, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+print(codes, is_default and gc.isenabled())
 """
 
 
