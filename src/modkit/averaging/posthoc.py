@@ -632,6 +632,11 @@ class PostHocEMA(EMA[ModelT_co]):
             raise FileNotFoundError(f"no snapshots up to step {self.step} in {self.directory}")
         return reconstruct(reached, sigma_rel, step, max_error=max_error)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle is resumed from, as a state is.
+        vars(self).update(state)
+        self._found = self._files()
+
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return the state of ``EMA.state_dict()``, with the id of the run as ``"run"``."""

@@ -1,6 +1,7 @@
 """Runs that share a folder of snapshots: resumed, repeated, or with other options."""
 
 import copy
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,21 @@ def before_its_first_snapshot(folder: Path) -> Run:
     return resumed_at(folder, 50, 750)
 
 
-@for_each(
-    "way", [clean, ends_sooner, with_another_interval, resumed_twice, before_its_first_snapshot]
-)
+def from_a_pickle(folder: Path) -> Run:
+    """Resume from pickles of the model and the averages."""
+    run = Run(folder).train(550)
+    content = pickle.dumps((run.model, run.averages))
+    path = list(run.path)
+    run.train(450)
+    run.model, run.averages = pickle.loads(content)
+    run.path = path
+    return run.train(250)
+
+
+WAYS = (clean, ends_sooner, with_another_interval, resumed_twice, before_its_first_snapshot)
+
+
+@for_each("way", [*WAYS, from_a_pickle])
 def test_a_folder_of_one_run(way: Any, tmp_path: Path) -> None:
     """Steps that a resume has given up have no part in any average, wherever that is asked for."""
     run = way(tmp_path)
