@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -222,6 +223,10 @@ class EMA(Generic[ModelT_co]):
         self._steps = OptimizerSteps()
         # How often the model had been written to; None once a training without updates was noticed.
         self._writes: int | None = self._engine.writes()
+        # The step of the state that was loaded, and the writes by copy_to() and restore() since the
+        # latest update, which do not train.
+        self._loaded_step = 0
+        self._own_writes = 0
 
     def _check_restored(self, call: str, model: torch.nn.Module, remedy: str = _LATER) -> None:
         """Check that the model holds its training weights, not an average in their place.
@@ -273,8 +278,7 @@ class EMA(Generic[ModelT_co]):
             >>> ema.training_weights()
             {}
         """
-        stored = self._stored if self._overwritten else {}
-        return {**raw_values(self.model), **stored}
+        return {**raw_values(self.model), **(self._stored if self._overwritten else {})}
 
     @property
     def decay(self) -> float:
@@ -383,24 +387,22 @@ class EMA(Generic[ModelT_co]):
             self.step = step
             return
 
-        shares = [1.0] * len(self.schedules) if start is None else self._first_shares
-        new_shares: list[float] = []
-        weights: list[float] = []
-        for index, schedule in enumerate(self.schedules):
-            decay = schedule.over(count, every)
-            weights.append(1.0 - decay)
-            if shares is not None:
-                new_shares.append(shares[index] if start is None else shares[index] * decay)
-        taken = self._engine.step(source, Ema(weights), count)
+        decays = [schedule.over(count, every) for schedule in self.schedules]
+        taken = self._engine.step(source, Ema([1.0 - decay for decay in decays]), count)
 
         # Counters change after the step: if that raises, the update has not taken place.
         if taken:
-            self._first_shares = new_shares or None
+            if start is None:
+                self._first_shares = [1.0] * len(decays)
+            elif self._first_shares is not None:
+                self._first_shares = list(map(operator.mul, self._first_shares, decays))
             self._start = step if start is None else start
             self.n_averaged += 1
+            self._own_writes = 0
         elif start is not None:
-            # Schedules count from here, so that a skipped step has no part in any of them.
-            self._start = start + every
+            # Schedules count from here, so that a skipped step has no part in any of them. With
+            # another ``update_every`` than before, it may stand for fewer calls.
+            self._start = min(start + every, step + 1 - self.n_averaged)
         self.step = step
 
     @_section
@@ -524,7 +526,8 @@ class EMA(Generic[ModelT_co]):
         of recurrent layers on CUDA, which cuDNN wants in one piece. Parameters stay the same
         objects. Before the first update the block sees the training weights. The training weights
         are restored whatever ends the block, Ctrl-C included. A state that is saved inside contains
-        them too, and :meth:`load_state_dict` restores them.
+        them too, and :meth:`load_state_dict` restores them. A ``backward()`` after the block, of a
+        graph that was recorded inside, computes gradients with the training weights.
 
         Args:
             model: Another model to swap into, such as the wrapped one in distributed training.
@@ -543,10 +546,10 @@ class EMA(Generic[ModelT_co]):
                 note instead.
 
         Warns:
-            UserWarning: Once, if the model was trained since this object was created, or since an
-                attached optimizer's last step, and there has been no update: the average lacks
-                these steps. :meth:`copy_to`,
-                :attr:`module` and :meth:`averaged_model` warn too. Fused optimizers are not
+            UserWarning: Once, if the model was trained since this object was created or loaded, or
+                since an attached optimizer's last step, and there has been no update: the average
+                lacks these steps. :meth:`copy_to`, :attr:`module` and :meth:`averaged_model` warn
+                too. Fused optimizers are not
                 noticed, because torch does not count their writes. If the block has written to or
                 replaced a buffer that is copied, not averaged, once for each: the model has its
                 training value again after the block, and the next update renews the copy.
@@ -557,7 +560,7 @@ class EMA(Generic[ModelT_co]):
 
     def _pairing(self, model: torch.nn.Module, index: int) -> Pairing:
         """Pair an average with a model, or take the pairing of the latest calls."""
-        if not self.step or self._steps.versions is not None:
+        if self.step == self._loaded_step or self._steps.versions is not None:
             self._warn_of_no_update()
         engine = self._engine
         # With its type: True is not an index.
@@ -568,8 +571,9 @@ class EMA(Generic[ModelT_co]):
         """Warn once if the model was trained since the last update, before it or by attach()."""
         if self._writes is None:
             return
-        writes = self._steps.writes() if self.step else self._engine.writes() - self._writes
-        if writes >= _TRAINED:
+        is_new = self.step == self._loaded_step
+        writes = self._engine.writes() - self._writes if is_new else self._steps.writes()
+        if writes - self._own_writes >= _TRAINED:
             self._writes = None
             warn_user(MSG_NO_UPDATE)
 
@@ -618,6 +622,7 @@ class EMA(Generic[ModelT_co]):
         tensors = pairing.tensors
         check_writable(pairing.names, tensors)
         write_all(tensors, pairing.values)
+        self._own_writes += 1
 
         if self._stored:
             # ``target`` may be a wrapper of the model, or another model.
@@ -659,6 +664,7 @@ class EMA(Generic[ModelT_co]):
             raise RuntimeError("EMA.restore(): nothing is stored. Call store() before copy_to().")
         named = self._engine.own()
         write_all([named.tensor(name) for name in self._stored], [*self._stored.values()])
+        self._own_writes += 1
         self._stored = {}
         self._overwritten = []
 
@@ -947,7 +953,7 @@ class EMA(Generic[ModelT_co]):
         for tensor, value in raw:
             write(tensor, value)
 
-        self.step = loaded.step
+        self.step = self._loaded_step = loaded.step
         self._start = loaded.start
         self.n_averaged = loaded.n_averaged
         self.schedules = loaded.schedules

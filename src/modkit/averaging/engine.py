@@ -199,7 +199,7 @@ class Engine:
 
     def averaged_parameters(self) -> list[Tensor]:
         """Return the model's parameters that are averaged, or will be from the first step on."""
-        members = NamedTensors(self.model).parameters.values()
+        members = self.own().parameters.values()
         return [member.tensor for member in members if self.options.chooses(member)]
 
     def check_index(self, index: int) -> None:

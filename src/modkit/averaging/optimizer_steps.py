@@ -79,6 +79,7 @@ class OptimizerSteps:
         self._begun = 0
         self._handles: list[RemovableHandle] = []
         self.versions: list[int] | None = None
+        self._first: list[torch.Tensor] = []
         self._has_warned = False
 
     @override
@@ -144,6 +145,10 @@ class OptimizerSteps:
             self._stepped.clear()
             self._check_trained(averaged)
             update()
+            # Any optimizer that steps writes to the first parameters of groups, also one that is
+            # not attached. Groups that are added later have other versions.
+            groups = [group for one in self.optimizers.values() for group in one.param_groups]
+            self._first = [group["params"][0] for group in groups if group["params"]]
             self.versions = self._versions_now()
 
     def _counts(self, optimizer: Optimizer, _: object, keywords: Mapping[str, Any]) -> bool:
@@ -187,11 +192,10 @@ class OptimizerSteps:
 
     def detach(self) -> None:
         """Forget the optimizers, and a training step that has begun."""
-        for handle in self._handles:
-            handle.remove()
+        while self._handles:
+            self._handles.pop().remove()
         self._optimizers = []
         self._trained = {}
-        self._handles = []
         self.restart()
 
     def restart(self) -> None:
@@ -212,12 +216,8 @@ class OptimizerSteps:
 
     def writes(self) -> int:
         """Return how often parameters were written to since an attached optimizer's last step."""
-        pairs = zip(self._versions_now(), self.versions or (), strict=False)
-        return max((now - then for now, then in pairs), default=0)
+        return max(map(int.__sub__, self._versions_now(), self.versions or ()), default=0)
 
     def _versions_now(self) -> list[int]:
-        # Any optimizer that steps writes to the first parameters, also one that is not attached.
-        groups = [group for one in self.optimizers.values() for group in one.param_groups]
-        first = [group["params"][0] for group in groups if group["params"]]
         # A write to a sharded tensor does not count for its local shard, nor the other way round.
-        return versions_of([*first, *map(local_shard, first)])
+        return versions_of([*self._first, *map(local_shard, self._first)])

@@ -134,8 +134,8 @@ def metadata_guard(tensors: list[Tensor]) -> Callable[[], bool]:
             return guard
 
     # Torch's guard does not take subclasses and other layouts: compare in Python.
-    facts = _metadata_of(tensors)
-    return lambda: _metadata_of(tensors) == facts
+    facts = metadata_of(tensors)
+    return lambda: metadata_of(tensors) == facts
 
 
 def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable[[], bool]:
@@ -153,7 +153,8 @@ def _alike_with_shards(tensors: list[Tensor], sharded: list[Tensor]) -> Callable
     return lambda: memory() == before and alike()
 
 
-def _metadata_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+def metadata_of(tensors: list[Tensor]) -> list[tuple[Any, ...]]:
+    """Return what a cast, a move or another shape changes."""
     return [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
 
 

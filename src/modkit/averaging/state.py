@@ -31,9 +31,7 @@ OWN: Final = "modkit.EMA"
 
 _LONGEST_REPR: Final = 80
 # The exceptions that torch and Python raise where something cannot be made of a value.
-_FAILURES: Final = (
-    *(ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError),
-)
+_ERRORS: Final = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 
 # The version of the format. States of version 1 hold the keys that ``_read_own`` requires, and
 # since later releases "raw" and "statistics" if there are any.
@@ -57,7 +55,7 @@ def constructing(path: str, end: str = "") -> Generator[None]:
     """Raise a ValueError with the path of a part of a state, if nothing can be made of it."""
     try:
         yield
-    except _FAILURES as error:
+    except _ERRORS as error:
         reason = str(error).partition("\n")[0] + end
         raise invalid_state(f"{path} of the state cannot be loaded: {reason}") from error
 

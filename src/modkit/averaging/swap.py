@@ -25,7 +25,7 @@ from modkit._messages import (
     MSG_WRITTEN_INSIDE,
     add_note,
 )
-from modkit.averaging.recipe import TABLES, Watch, Watched
+from modkit.averaging.recipe import TABLES, Watch, Watched, metadata_of
 from modkit.averaging.sharding import is_sharded, local_shard, reshard
 from modkit.averaging.tensors import NamedTensors, forget_casts, is_wrapper, pairs_for
 
@@ -309,7 +309,7 @@ class Swap:
             if any(swap.position(tensor) is not None for swap in later):
                 # The later swap exchanged its data on purpose, and compares what it noted.
                 continue
-            is_converted = _metadata_of(tensor) != _metadata_of(self.raws[index])
+            is_converted = metadata_of([tensor]) != metadata_of([self.raws[index]])
             if versions[index] == self.versions[index] and not is_converted:
                 continue
             if name not in pairing.copied:
@@ -322,10 +322,6 @@ class Swap:
         if not isinstance(self._pairing.tensors[index], torch.nn.Parameter):
             template = f"{template}. {MSG_BUFFER_OPTION}"
         return template.format(name=self._pairing.names[index])
-
-
-def _metadata_of(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 class _Owner:

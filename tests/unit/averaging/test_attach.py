@@ -339,6 +339,32 @@ def test_what_is_not_training_is_no_second_optimizer(kind: str) -> None:
     assert ema.step == 3
 
 
+def test_new_groups_and_copied_averages_are_not_training() -> None:
+    """Groups that are added later were written to more or less often; a second optimizer still warns."""
+    net = network()
+    optimizer = sgd(net[3])
+    ema = modkit.EMA(net, [0.5, 0.9]).attach(optimizer)
+    for number, added in enumerate([*[None] * 12, net[1], net[0]]):
+        gradients(net, number)
+        optimizer.step()
+        if added is not None:
+            optimizer.add_param_group({"params": [*added.parameters()]})
+        evaluate_twice(ema)
+    for index in [0, 1] * 6:
+        ema.store()
+        ema.copy_to(index=index)
+        ema.restore()
+    evaluate_twice(ema)
+
+    assert ema.step == 14
+    other = sgd(net)
+    for number in range(12):
+        gradients(net, number)
+        other.step()
+    with pytest.warns(UserWarning, match="no update"):
+        evaluate_twice(ema)
+
+
 # --- an optimizer that gets other parameters --------------------------------------------------------
 
 

@@ -163,12 +163,16 @@ def steps(net: nn.Module, foreach: bool, count: int = 10) -> None:
 
 
 @for_each("read", READS)
-@for_each("foreach", [False, True])
-def test_an_average_that_is_never_updated_is_noticed_once(read: str, foreach: bool) -> None:
+@for_each("kind", ["new", "foreach", "resumed"])
+def test_an_average_that_is_never_updated_is_noticed_once(read: str, kind: str) -> None:
     """The warning says what to call, at the line that reads the average."""
     callback = modkit.EMACallback(network(), None)
+    if kind == "resumed":
+        source = modkit.EMA(callback.model)
+        source.update()
+        callback.load_state_dict(source.state_dict())
     READS[read](callback)
-    steps(callback.model, foreach)
+    steps(callback.model, foreach=kind == "foreach")
     with pytest.warns(UserWarning, match=r"no update, but .* attach\(\) the optimizer") as caught:
         READS[read](callback)
     assert [warning.filename for warning in caught] == [__file__]

@@ -97,6 +97,25 @@ def test_options_of_the_state_win_and_are_told() -> None:
     assert averaged(ema).dtype == torch.float64
 
 
+def test_an_interval_that_grows_before_a_step_is_skipped() -> None:
+    """Its state loads: a schedule has counted one step, or more, for each model but the first."""
+    model = network()
+    ema = modkit.EMA(model, schedule=modkit.schedules.Equal(), on_nonfinite="skip")
+    for number in range(10):
+        set_to(model, float(number))
+        ema.update()
+    ema.update_every = 5
+    set_to(model, float("nan"))
+    ema.update()
+    set_to(model, 4.5)
+    resumed = modkit.EMA(model, schedule=ema.schedules, update_every=5, on_nonfinite="skip")
+    resumed.load_state_dict(ema.state_dict())
+    resumed.update()
+
+    assert (ema.n_averaged, resumed.n_averaged) == (10, 11)
+    assert averaged(resumed, "0.weight").eq(4.5).all()
+
+
 def test_the_average_of_torch_goes_on() -> None:
     """A state of torch's `AveragedModel` goes on with torch's bits, and comes back into torch's class."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
