@@ -235,6 +235,17 @@ def test_a_derived_class_has_the_methods_and_constants_of_its_base(impl):
     assert module.names == {"a": 1}
 
 
+def test_instances_of_a_class_are_compiled_once(impl):
+    """They have one compiled type."""
+
+    class Net(impl.jit.ScriptModule):
+        @impl.jit.script_method
+        def forward(self, x):
+            return x
+
+    assert Net()._c._type() == Net()._c._type()
+
+
 @pytest.fixture
 def scorer(impl):
     """Return the implementation with an interface and a network that has a child of that type."""

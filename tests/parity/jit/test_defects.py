@@ -269,11 +269,16 @@ def test_backward_hooks_run(impl, kind):
     assert seen == [((4, 3), (4, 2))]
 
 
-def test_a_missing_extra_file_can_be_an_error():
+def test_a_missing_extra_file_can_be_an_error(tmp_path):
     """With ``strict_extra_files`` the error names the missing file and those that are there."""
     files = {"labels.txt": "", "empty": "", "more.txt": ""}
-    buffer = io.BytesIO(build(MODKIT, "scripted").save_to_buffer(_extra_files={"empty": ""}))
+    module = build(MODKIT, "scripted")
+    buffer = io.BytesIO(module.save_to_buffer(_extra_files={"empty": ""}))
+    flatbuffer = str(tmp_path / "net.ff")
+    MODKIT.jit.save_jit_module_to_flatbuffer(module, flatbuffer)
 
+    with pytest.raises(KeyError, match=r"no extra file 'a'; it has none"):
+        MODKIT.jit.load(flatbuffer, _extra_files={"a": ""}, strict_extra_files=True)
     with pytest.raises(KeyError, match=r"no extra file 'labels\.txt', 'more\.txt'; it has 'empty'"):
         MODKIT.jit.load(buffer, _extra_files=files, strict_extra_files=True)
     assert files == {"labels.txt": "", "empty": "", "more.txt": ""}
