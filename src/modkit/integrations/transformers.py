@@ -460,13 +460,12 @@ def _mark(step: int) -> dict[str, Any]:
 def _read(folder: Path, step: int | None) -> dict[str, Any] | None:
     """Return the content of a checkpoint's ``ema.pt``, or None if there is no such file."""
     path = folder / FILE
-    if not path.exists():
-        return None
-
     try:
         content: dict[str, Any] = load_checkpoint(path, map_location="cpu")
         version = content["version"]
         saved_step = content["global_step"]
+    except FileNotFoundError:
+        return None
     # Also a KeyError, if it is a file of another library.
     except Exception as error:
         message = (

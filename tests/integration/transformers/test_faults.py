@@ -117,3 +117,16 @@ def test_a_file_that_cannot_be_used(
 
     with pytest.raises(ValueError, match=f"(?s){match}"):
         trainer(tmp_path, EMACallback(0.9)).train(resume_from_checkpoint=str(folder))
+
+
+def test_a_file_that_the_disk_hides(whole_run: Any, tmp_path: Path, monkeypatch) -> None:
+    """Averages are not taken for missing where Path.exists() is False, as in Python 3.14 after an error."""
+    folder = shutil.copytree(whole_run[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    (folder / "ema.pt").write_bytes(b"")
+    exists = Path.exists
+    monkeypatch.setattr(
+        Path, "exists", lambda path, **options: path.name != "ema.pt" and exists(path, **options)
+    )
+
+    with pytest.raises(ValueError, match=f"(?s){UNREADABLE}"):
+        trainer(tmp_path, EMACallback(0.9)).train(resume_from_checkpoint=str(folder))
