@@ -16,7 +16,7 @@ every_file = for_each("file", FILES, ids=[path.relative_to(SOURCE).as_posix() fo
 # Code lines of each folder. A bound only falls: raising one takes a commit that does nothing else,
 # with its reason in the message. What a repair adds, it pays for in its own folder.
 BOUNDS = {
-    "averaging": 3_474,
+    "averaging": 3_473,
     "files": 2_396,
     "compat": 1_945,
     "nn": 1_393,
@@ -29,7 +29,7 @@ BOUNDS = {
     "integrations": 579,
     "optim": 330,
 }
-SUM = 15_549
+SUM = 15_548
 
 
 def is_private(dotted):

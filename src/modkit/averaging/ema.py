@@ -223,8 +223,8 @@ class EMA(Generic[ModelT_co]):
         self._steps = OptimizerSteps()
         # How often the model had been written to; None once a training without updates was noticed.
         self._writes: int | None = self._engine.writes()
-        # The step of the state that was loaded, and the writes by copy_to() and restore() since the
-        # latest update, which do not train.
+        # The step of the state that was loaded, and how often averages were written to the model
+        # and out of it since the latest update, which does not train it.
         self._loaded_step = 0
         self._own_writes = 0
 
@@ -254,8 +254,7 @@ class EMA(Generic[ModelT_co]):
             return False
         # A forward of FSDP may have left full parameters in place of those that were written to.
         reshard(model.modules())
-        overwritten = set(map(id, self._overwritten))
-        return any(id(parameter) in overwritten for parameter in model.parameters())
+        return not set(map(id, self._overwritten)).isdisjoint(map(id, model.parameters()))
 
     def training_weights(self) -> dict[str, Tensor]:
         """Return the training weights while the model holds an average, by name; else nothing.
@@ -555,6 +554,9 @@ class EMA(Generic[ModelT_co]):
                 training value again after the block, and the next update renews the copy.
         """
         pairing = self._pairing(self.model if model is None else model, index)
+        if pairing.by_element:
+            # The elements are written at both ends of the block.
+            self._own_writes += 2
         with exchanged(pairing, self._warn_of_written):
             yield
 
@@ -617,15 +619,15 @@ class EMA(Generic[ModelT_co]):
             >>> model.weight.item()
             2.0
         """
-        target = self.model if model is None else model
-        pairing = self._pairing(target, index)
+        pairing = self._pairing(self.model if model is None else model, index)
         tensors = pairing.tensors
         check_writable(pairing.names, tensors)
         write_all(tensors, pairing.values)
-        self._own_writes += 1
+        if model is None:
+            self._own_writes += 1
 
         if self._stored:
-            # ``target`` may be a wrapper of the model, or another model.
+            # ``model`` may be a wrapper of the model, or another model.
             own = {id(member.tensor) for member in self._engine.own().all().values()}
             self._overwritten += [tensor for tensor in tensors if id(tensor) in own]
 

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set as AbstractSet
 from functools import partial
-from itertools import chain
 from typing import Any, Final, TypeAlias, cast
 
 import torch
@@ -46,8 +45,7 @@ def check_optimizer(owner: str, optimizer: Any) -> Optimizer:
 
 
 def _trained_by(optimizer: Optimizer) -> list[int]:
-    groups = [group["params"] for group in optimizer.param_groups]
-    return [*map(id, chain.from_iterable(groups))]
+    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def trains_any(optimizer: Optimizer, ids: AbstractSet[int]) -> bool:

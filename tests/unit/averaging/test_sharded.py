@@ -126,6 +126,20 @@ def test_a_write_to_shards_in_a_block_is_lost_with_an_error(mesh, way: str) -> N
     assert freeze([whole(dict(net.state_dict())), whole(ema.state_dict())]) == expected
 
 
+def test_evaluations_of_shards_are_not_training(mesh) -> None:
+    """They write to the shards, of which no warning says that an update is missing."""
+    net = network()
+    fully_shard(net, mesh=mesh)
+    optimizer = torch.optim.AdamW(net.parameters())
+    ema = modkit.EMA(net, [0.5, 0.9]).attach(optimizer)
+    train(net, optimizer, 0, 3)
+    for index in [0, 1] * 6:
+        with ema.applied(index=index):
+            pass
+
+    assert ema.step == 3
+
+
 def test_an_update_after_another_optimizer_of_shards_has_no_warning(mesh) -> None:
     """A step of an optimizer that is not attached is a change of the weights."""
     net = network()
