@@ -164,11 +164,6 @@ def say(text: str) -> None:
     console().print(cell(text), soft_wrap=True)
 
 
-def paths(files: Iterable[Path]) -> list[str]:
-    """Return paths as JSON has them."""
-    return [*map(str, files)]
-
-
 def warn_unverified(files: Iterable[Path]) -> None:
     """Say on standard error which files of torch have no checksums."""
     for file in files:
@@ -228,17 +223,24 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
 
     Raises:
         FileNotFoundError: If the folder of the output does not exist.
-        PermissionError: If the folder, or a device to write to, is not writable.
-        FileExistsError: If the output is an input, or exists without ``overwrite``.
+        PermissionError: If the folder, a device to write to, or a file to replace is not writable.
+        FileExistsError: If the output is an input, exists without ``overwrite``, or has an index of
+            shards beside it.
     """
-    if not output.parent.is_dir():
-        raise FileNotFoundError(f"there is no directory {output.parent}")
+    # A file is replaced where a link leads to, and that folder is written to.
+    folder = Path(os.path.realpath(output)).parent if output.is_symlink() else output.parent
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no directory {folder}")
 
-    # A file is replaced, for which its folder is written to; a device is written to itself.
+    # A device is written to itself, and a write-protected file stays.
     is_device = output.exists() and not output.is_file()
-    written = output if is_device else output.parent
-    if not os.access(written, os.W_OK):
-        raise PermissionError(f"{written} is not writable")
+    for written in [output] if is_device else [folder, output]:
+        if written.exists() and not os.access(written, os.W_OK):
+            raise PermissionError(f"{written} is not writable")
+    index = f"{output}.index.json"
+    # A second answer for a reader. False also for a name that is too long for a file.
+    if os.path.exists(index):  # noqa: PTH110
+        raise FileExistsError(f"{index} exists: remove it and its shards, or choose another name")
 
     if output.exists():
         for path in inputs:

@@ -11,8 +11,7 @@ import click
 
 from modkit.cli import _tables as ui
 from modkit.files.safetensors_files import save_safetensors
-from modkit.files.tensor_files import file_in
-from modkit.files.zip_archive import open_regular
+from modkit.files.tensor_files import Checkpoint
 
 
 if TYPE_CHECKING:
@@ -83,17 +82,17 @@ def average(
     """  # noqa: D301
     if ema_sigma is None and step is not None:
         raise click.UsageError("--step needs --ema-sigma")
+    if ema_sigma is not None and (key is not None or weights is not None):
+        raise click.UsageError("--ema-sigma takes neither --key nor --weights")
     if weights is not None and len(weights) != len(checkpoints):
         raise click.UsageError(
             f"--weights has {len(weights)} numbers for {len(checkpoints)} checkpoints"
         )
 
-    for path in checkpoints:
-        # Opening a FIFO could block. A directory may hold snapshots.
-        if ema_sigma is None or not path.is_dir():
-            with open_regular(file_in(path)):
-                pass
-
+    unverified: list[Path] = []
+    # Snapshots have checksums.
+    for path in checkpoints if ema_sigma is None else ():
+        unverified += Checkpoint(path, key=key, prefix=prefix).unverified
     ui.check_output(output, checkpoints, overwrite=overwrite)
     import torch
 
@@ -108,18 +107,14 @@ def average(
                 checkpoints, weights, key=key, prefix=prefix, dtype=torch_dtype, progress=bar
             )
     else:
-        averages, fit = _reconstructed(checkpoints, ema_sigma, torch_dtype, step=step)
+        averages, fit = _reconstructed(checkpoints, ema_sigma, torch_dtype, step)
         facts |= fit
 
     facts["tensors"] = _save(averages, prefix, output)
+    ui.warn_unverified(unverified)
     if as_json:
         ui.print_json(facts)
-    else:
-        _say(facts)
-
-
-def _say(facts: Mapping[str, Any]) -> None:
-    """Print the facts of an average."""
+        return
     if "sigma_rel" in facts:
         ui.say(
             f"sigma_rel {facts['sigma_rel']:g} at step {facts['step']} from {facts['snapshots']} "
@@ -153,11 +148,7 @@ def _save(averages: "Mapping[str, Tensor]", prefix: str, output: Path) -> int:
 
 
 def _reconstructed(
-    checkpoints: Sequence[Path],
-    sigma_rel: float,
-    dtype: "torch.dtype | None",
-    *,
-    step: int | None,
+    checkpoints: Sequence[Path], sigma_rel: float, dtype: "torch.dtype | None", step: int | None
 ) -> "tuple[dict[str, Tensor], dict[str, Any]]":
     """Return the average of a width, at a step, from snapshots, and facts of the fit."""
     from modkit.averaging import posthoc

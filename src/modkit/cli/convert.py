@@ -16,7 +16,7 @@ from modkit.files.safetensors_files import (
     versions_as_metadata,
     write_safetensors,
 )
-from modkit.files.tensor_files import INDEX, Checkpoint
+from modkit.files.tensor_files import Checkpoint
 
 
 if TYPE_CHECKING:
@@ -59,10 +59,6 @@ def convert(
     """  # noqa: D301
     source = _Source(Checkpoint(*sources, key=key), dtype)
     ui.check_output(output, sources, overwrite=overwrite)
-    index = output.with_name(output.name + INDEX)
-    if index.exists():
-        # A second answer for a reader.
-        raise FileExistsError(f"{index} exists: remove it and its shards, or choose another name")
 
     with ui.progress(f"converting {sources[0].name}", 1.0) as bar:
         _write(output, source, bar)
@@ -71,7 +67,7 @@ def convert(
     tensors = len(source.described)
     if as_json:
         facts = {"output": os.fspath(output), "tensors": tensors}
-        ui.print_json({**facts, "unverified": ui.paths(unverified)})
+        ui.print_json({**facts, "unverified": [*map(str, unverified)]})
     else:
         ui.say(f"{output}: {tensors} tensors")
     ui.warn_unverified(unverified)

@@ -78,7 +78,7 @@ def diff(
     differences = _count_differences(report)
     if as_json:
         facts = {"a": str(path_a), "b": str(path_b), "equal": not differences}
-        unverified = ui.paths([*a.unverified, *b.unverified])
+        unverified = [*map(str, [*a.unverified, *b.unverified])]
         ui.print_json({**facts, **report, "unverified": unverified})
     else:
         _show_tables(report, a, b, limit)

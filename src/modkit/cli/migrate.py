@@ -8,6 +8,7 @@ import click
 
 from modkit.cli import _tables as ui
 from modkit.errors import MigrationError
+from modkit.files.tensor_files import Checkpoint
 
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def migrate(
             lines = plan_file(model, source, key=key, to=goals, versions=versions)
         else:
             lines = migrate_file(model, source, output, key=key, to=goals, versions=versions)
+    ui.warn_unverified(Checkpoint(source, key=key).unverified)
     if as_json:
         # A dry run may name an output, and does not write it.
         written = None if dry_run or output is None else os.fspath(output)

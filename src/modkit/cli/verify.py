@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -111,13 +111,18 @@ def _model_files(path: Path) -> Iterator[Path]:
                 return
         return
 
-    for folder, subfolders, names in os.walk(path):
+    for folder, subfolders, names in os.walk(path, onerror=_raise):
         # Without the unfinished files of a process that is saving.
         subfolders[:] = sorted(name for name in subfolders if not name.startswith(".modkit-"))
         for name in sorted(names):
             file = Path(folder, name)
             if _MODEL_NAMES.fullmatch(name) or _has_model(file):
                 yield file
+
+
+def _raise(error: OSError) -> None:
+    """Refuse a folder that cannot be read, whose files nobody would miss."""
+    raise error
 
 
 def _has_model(file: Path) -> bool:
@@ -148,12 +153,12 @@ def _read_sums(sums: Path) -> dict[Path, str]:
 
 def _write_sums(sums: Path, digests: Mapping[Path, str]) -> None:
     """Write what sha256sum would write in the folder of ``sums``."""
-    lines: Iterable[bytes] = (
-        _line(os.fsencode(os.path.relpath(file, sums.parent)), digest)
-        for file, digest in digests.items()
-    )
-    with atomic_write(sums) as unfinished:
-        unfinished.write_bytes(b"".join(lines))
+    folder = os.path.realpath(sums.parent)
+    with atomic_write(sums) as unfinished, unfinished.open("wb") as lines:
+        for file, digest in digests.items():
+            # From a folder that a link leads to, ``..`` leads back to another one.
+            name = os.path.relpath(Path(os.path.realpath(file.parent), file.name), folder)
+            lines.write(_line(os.fsencode(name), digest))
 
 
 def _line(name: bytes, digest: str) -> bytes:

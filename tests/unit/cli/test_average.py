@@ -297,7 +297,13 @@ def no_work(*_: object, **__: object) -> None:
     raise AssertionError("the work has begun")
 
 
-@for_each("why", ["missing folder", "read-only", "exists", "directory"])
+@for_each(
+    "why",
+    [
+        *("missing folder", "read-only", "write-protected", "linked", "index", "exists"),
+        "directory",
+    ],
+)
 def test_an_impossible_output_is_refused_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
@@ -308,6 +314,14 @@ def test_an_impossible_output_is_refused_before_any_work(
         out = tmp_path / "missing" / "out.pt"
     elif why == "read-only":
         monkeypatch.setattr(os, "access", lambda _, mode, **__: mode != os.W_OK)
+    elif why == "write-protected":
+        out.touch()
+        monkeypatch.setattr(os, "access", lambda path, mode, **__: path != out or mode != os.W_OK)
+    elif why == "linked":
+        # The folder of the file is written to, and not that of the link.
+        out.symlink_to(tmp_path / "missing" / "out.pt")
+    elif why == "index":
+        out.with_name("out.pt.index.json").touch()
     elif why == "exists":
         out.touch()
     else:
@@ -317,6 +331,9 @@ def test_an_impossible_output_is_refused_before_any_work(
     message = {
         "missing folder": "there is no directory",
         "read-only": "is not writable",
+        "write-protected": "out.pt is not writable",
+        "linked": f"there is no directory {tmp_path / 'missing'}",
+        "index": "out.pt.index.json exists: remove it and its shards",
         "exists": "--overwrite replaces it",
         "directory": "is a directory",
     }[why]

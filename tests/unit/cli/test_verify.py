@@ -3,10 +3,12 @@
 import functools
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -255,6 +257,28 @@ def test_a_file_is_tested_once(folder: Path) -> None:
     run("run/last.pt", "--write-sha256sums", "run/SHA256SUMS")
     assert (folder / "SHA256SUMS").read_text().endswith("  last.pt\n")
     assert run("--sha256sums", "run/SHA256SUMS").exit_code == 0
+    # From the folder that a link leads to, the other folder has another path.
+    Path("deep").mkdir()
+    Path("deep", "run").symlink_to("../run")
+    assert run("deep/run/no_suffix", "blob", "--write-sha256sums", "deep/run/SUMS").exit_code == 0
+    assert (folder / "SUMS").read_text().endswith("  ../blob\n")
+    assert run("--sha256sums", "deep/run/SUMS").exit_code == 0
+
+
+def test_a_folder_that_cannot_be_read_is_not_left_out(folder: Path, monkeypatch) -> None:
+    """Its files would count as intact."""
+    scandir = os.scandir
+
+    def refusing(path: str) -> Any:
+        if Path(path).name == "shards":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    found = run("run")
+
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr == "Error: [Errno 13] Permission denied: 'run/shards'\n"
 
 
 def test_the_progress_is_in_percent(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

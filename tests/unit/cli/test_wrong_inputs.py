@@ -91,6 +91,7 @@ OPTIONS = [
     *("average net|-o|out.pt|--ema-sigma|0", "average net|-o|out.pt|--ema-sigma|0.1"),
     *("average net|-o|-", "convert net|-o|-"),
     *("average folder|-o|out.pt|--ema-sigma|0.1", "verify", "verify net|--write-sha256sums|-"),
+    "average net|-o|out.pt|--ema-sigma|0.1|--key|x",
     *("convert net", "convert net|-o|net|--overwrite", "convert nested|-o|out.pt|--key|x"),
     *("average net|shape|-o|out.pt", "average -o"),
     *("diff", "diff net", "diff net|net|net", "diff net|missing", "diff net|net|--key|x"),
@@ -106,6 +107,7 @@ OTHERS = [
 WRONG_USE = [
     *("average net|-o|out.pt|--weights|1,2", "average net|-o|out.pt|--weights|nan"),
     *("average net|net|-o|out.pt|--weights|1,-1", "average net|-o|out.pt|--weights|0"),
+    "average net|-o|out.pt|--ema-sigma|0.1|--key|x",
     *("average net|-o|-", "inspect missing", "verify", "verify missing", "convert net|-o|-"),
     *(line for line in [*DIFF, *OPTIONS] if line.startswith("diff")),
 ]
@@ -119,6 +121,7 @@ TEXTS = {
     "average nested|-o|out.pt": ("nested: 'model' is not a tensor but dict; choose a key: model"),
     "average net|-o|out.pt|--key|x": "has no state dict at the key 'x'; it needs no key",
     "average net|-o|out.pt|--weights|1,2": "--weights has 2 numbers for 1 checkpoints",
+    "average net|-o|out.pt|--ema-sigma|0.1|--key|x": "takes neither --key nor --weights",
     "average folder|-o|out.pt|--ema-sigma|0.1": "no snapshots of averages in folder\n",
     "average net|html|-o|out.pt": "html is a text file",
     "average net|script|-o|out.pt": "script is a TorchScript archive",

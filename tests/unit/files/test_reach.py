@@ -312,6 +312,12 @@ def test_files_without_checksums(how: str, tmp_path: Path) -> None:
     assert json.loads(done.stdout)["unverified"] == [str(path)]
     assert done.stderr == f"{path}: unverified: no checksums\n"
     assert_state(modkit.load_checkpoint(output))
+    assert invoke("average", path, "-o", tmp_path / "mean.pt").stderr == done.stderr
+    net, new = tmp_path / "net.py", tmp_path / "new.safetensors"
+    net.write_text(
+        "import torch.nn as n\ndef f(): return n.Sequential(n.Linear(3, 4), n.BatchNorm1d(4))"
+    )
+    assert invoke("migrate", path, "--model", f"{net}:f", "-o", new).stderr == done.stderr
     done = invoke("diff", path, output, "--values", "--json")
     assert (json.loads(done.stdout)["equal"], json.loads(done.stdout)["unverified"]) == (
         True,
