@@ -351,9 +351,9 @@ def modes_are_active() -> bool:
 
 
 def transforms_are_active() -> bool:
-    """Return True inside dispatch modes, transforms of ``torch.func`` and forward AD."""
+    """Return True inside modes, transforms of ``torch.func`` and forward AD."""
     return bool(
-        torch._C._len_torch_dispatch_stack()
+        modes_are_active()
         or cast("Any", torch._C)._functorch.peek_interpreter_stack() is not None
         or cast("Any", torch.autograd.forward_ad)._current_level >= 0
     )

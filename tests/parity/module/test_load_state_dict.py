@@ -4,6 +4,7 @@ import types
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cases import for_each
@@ -176,6 +177,28 @@ def in_dispatch_mode(function):
     return result, mode.operators
 
 
+class Copies(TorchFunctionMode):
+    """Lists the functions that copy, and doubles what they copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[str] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = func.__name__
+        if "copy" not in name:
+            return func(*args, **(kwargs or {}))
+        self.functions.append(name)
+        return func(args[0], args[1] * 2)
+
+
+def in_function_mode(function):
+    """Return the result of a function, and the functions that a mode sees meanwhile."""
+    with Copies() as mode:
+        result = function(torch.ones(2))
+    return result, mode.functions
+
+
 TRANSFORMS = {
     "grad": lambda function: torch.func.grad(lambda x: function(x).sum())(torch.full((2,), 5.0)),
     "jvp": lambda function: torch.func.jvp(function, (torch.ones(2),), (torch.ones(2),)),
@@ -184,6 +207,7 @@ TRANSFORMS = {
     "functionalize": lambda function: torch.func.functionalize(function)(torch.ones(2)),
     "forward AD": in_forward_ad,
     "dispatch mode": in_dispatch_mode,
+    "function mode": in_function_mode,
 }
 
 
@@ -193,7 +217,7 @@ TRANSFORMS = {
 @for_each("captured", [False, True])
 @for_each("assign", [False, True])
 def test_a_load_inside_a_transform(name: str, captured: bool, assign: bool) -> None:
-    """Transforms, forward AD and dispatch modes see a copy of each entry, or refuse it."""
+    """Transforms, forward AD and modes see a copy of each entry, or refuse it."""
 
     def scenario(impl):
         def build():
