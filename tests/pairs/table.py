@@ -123,6 +123,7 @@ FAULTS = [
     ("convert", "quantized", "the error named a class that users do not have"),
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
     ("PostHocEMA", "unfrozen, trainable only", "the same in another error"),
+    ("fast_inference", "compile", "a child that torch.compile had returned was compiled again"),
 ]
 
 
