@@ -69,7 +69,10 @@ each call, and torch warns about it once, as it does for any deep copy.
 Each suite runs three times: on torch; *whole*, with every `torch.nn`, `torch.jit` and `torch.optim.swa_utils` in
 the library and its tests replaced by modkit's; and *user*, with only the tests rewritten, as in the code of a
 modkit user. The outcome of each test is compared: passed, failed or skipped, and the class of the exception. A test
-that differs is repeated three times on each side.
+that differs is repeated three times on each side. *Again* is how many
+tests ran later, on modkit's side alone (*whole*, or *user* where there is no other), and when. What did not pass there ran
+on torch, too, and had the same outcome, apart from the differences below. Of long suites, that is a sample of
+the tests that the table counts. Suites of an earlier date without a number there have not run again.
 
 Run with torch {torch}. A dash stands where the tests use nothing that modkit replaces, so that only *whole* compares,
 and where the library itself cannot run on modkit: optimum-quanto asks whether `nn.Module` is among the bases of torch's
@@ -95,7 +98,7 @@ Tests of torch run in the same way, with the names replaced in them and in the m
 
 {torch_differing}
 
-Not run: torch's own tests of inductor and of ONNX; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
+Not run: torch's own tests of ONNX; tensor parallelism, whose adapted tests need the device; and FSDP1 and most of `DistributedDataParallel`, whose tests need a GPU.
 
 ## Tools
 
@@ -290,10 +293,12 @@ def nothing_swapped(row: dict[str, Any], side: str) -> bool:
 
 def suites_table(suites: dict[str, Any]) -> str:
     """Return the table of suites, with a row of totals."""
-    rows = [[f"{name} {row['version']}", *cells(row), row["date"]] for name, row in suites.items()]
-    rows.append([f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites)), ""])
+    rows = [[f"{name} {row['version']}", *cells(row), *dates(row)] for name, row in suites.items()]
+    rows.append(
+        [f"**{len(suites)} libraries**", *(f"{count:,}" for count in totals(suites)), "", ""]
+    )
     sides = ("passed on torch", "passed, whole", "passed, user")
-    return table(["library", "tests", *sides, "differing", "date"], rows, numbers=True)
+    return table(["library", "tests", *sides, "differing", "date", "again"], rows, numbers=True)
 
 
 def torch_tests_table(suites: dict[str, Any]) -> str:
@@ -304,11 +309,17 @@ def torch_tests_table(suites: dict[str, Any]) -> str:
         repository, _, commit = row["repository"].partition("@")
         source = f"{repository} {commit[:9]}"
         area = name.removeprefix("torch-").removesuffix(f"-{row['version']}")
-        rows.append([area, source, tests, torch, modkit, differ])
+        rows.append([area, source, tests, torch, modkit, differ, *dates(row)])
     tests, torch, modkit, _, differ = (f"{count:,}" for count in totals(suites))
-    rows.append([f"**{len(suites)} areas**", "", tests, torch, modkit, differ])
+    rows.append([f"**{len(suites)} areas**", "", tests, torch, modkit, differ, "", ""])
     headings = ["area", "source", "tests", "passed on torch", "passed on modkit", "differing"]
-    return table(headings, rows, numbers=True)
+    return table([*headings, "date", "again"], rows, numbers=True)
+
+
+def dates(row: dict[str, Any]) -> list[str]:
+    """Return when all sides of a suite ran, and how many tests of one ran again on their own, and when."""
+    again = row.get("again")
+    return [row["date"], f"{sum(again['outcomes'].values()):,}, {again['date']}" if again else ""]
 
 
 def cells(row: dict[str, Any]) -> list[str]:

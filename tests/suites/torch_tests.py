@@ -67,10 +67,10 @@ _EXPORT = (
 )
 # The others need a GPU, or compile functions without a module.
 _INDUCTOR = (
-    *("binary_folding", "compiled_autograd", "compiled_optimizers", "control_flow"),
-    *("custom_post_grad_passes", "efficient_conv_bn_eval", "fused_attention", "fx_fusion"),
-    *("group_batch_fusion", "inductor_freezing", "mkldnn_pattern_matcher", "pattern_matcher"),
-    *("split_cat_fx_passes", "standalone_compile", "torchinductor", "unbacked_symints"),
+    *("binary_folding", "control_flow", "custom_post_grad_passes", "efficient_conv_bn_eval"),
+    *("fused_attention", "fx_fusion", "group_batch_fusion", "inductor_freezing"),
+    *("mkldnn_pattern_matcher", "pattern_matcher", "split_cat_fx_passes", "standalone_compile"),
+    *("torchinductor", "unbacked_symints"),
 )
 _NN = (
     *("dropout", "embedding", "init", "load_state_dict", "multihead_attention", "pooling"),
@@ -153,10 +153,9 @@ TORCH_TESTS = (
         _OF_2_4,
         tuple(f"inductor/test_{name}.py" for name in _INDUCTOR),
         {
-            "inductor/test_torchinductor.py": 200,
-            "inductor/test_mkldnn_pattern_matcher.py": 24,
-            "inductor/test_compile": 40,
-            "inductor": 8,
+            "inductor/test_torchinductor.py": 40,
+            "inductor/test_mkldnn_pattern_matcher.py": 8,
+            "inductor": 2,
         },
     ),
     _tests(

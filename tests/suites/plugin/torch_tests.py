@@ -1,7 +1,7 @@
 """Pytest plugin for torch's own tests: forks their processes, and stands in for what they lack here.
 
 Tests for another release or device import helpers that this torch does not have, and packages of
-the device. The helpers do nothing and the packages are empty, on both sides.
+the device or of that release. The helpers do nothing and the packages are empty, on both sides.
 """
 
 import builtins
@@ -19,6 +19,8 @@ _HELPERS = (
     "torch._dynamo.testing",
     "torch._dynamo.utils",
     "torch._export",
+    "torch._inductor.compile_fx",
+    "torch._inductor.utils",
     "torch.autograd._functions.utils",
     "torch.export",
     "torch.jit.frontend",
@@ -29,9 +31,14 @@ _HELPERS = (
     "torch.testing._internal.common_nn",
     "torch.testing._internal.common_utils",
     "torch.testing._internal.hop_db",
+    "torch.testing._internal.inductor_utils",
     "torch.testing._internal.jit_metaprogramming_utils",
+    "torch.testing._internal.triton_utils",
 )
-_DEVICE_PACKAGES = (
+_ABSENT_PACKAGES = (
+    "torch.ao.quantization.quantize_pt2e",
+    "torch.ao.quantization.quantizer",
+    "torch.ao.quantization.quantizer.x86_inductor_quantizer",
     "torch.npu",
     "torch_npu",
     "torch_npu.contrib",
@@ -62,7 +69,7 @@ class _Absent(ModuleType):
 
 def pytest_configure():
     """Prepare the modules of torch, which the plugin that swaps imports must see imported."""
-    for name in _DEVICE_PACKAGES:
+    for name in _ABSENT_PACKAGES:
         sys.modules[name] = _Absent(name)
     torch = importlib.import_module("torch")
     torch.npu = sys.modules["torch.npu"]
