@@ -124,6 +124,13 @@ FAULTS = [
     ("PostHocEMA", "renamed layer", "the error told the user to call a method that it has not"),
     ("PostHocEMA", "unfrozen, trainable only", "the same in another error"),
     ("fast_inference", "compile", "a child that torch.compile had returned was compiled again"),
+    ("PostHocEMA", "pickle", "a run resumed from a pickle kept snapshots that it had given up"),
+    ("attach", "FSDP2", "evaluations in a row were taken for steps without an update"),
+    (
+        "applied",
+        "generator left half way",
+        "collected while another block began or ended, it lost the training weights",
+    ),
 ]
 
 
