@@ -5,7 +5,7 @@ import functools
 import operator
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn
 
 import torch
@@ -386,8 +386,9 @@ class EMA(Generic[ModelT_co]):
             self.step = step
             return
 
-        decays = [schedule.over(count, every) for schedule in self.schedules]
-        taken = self._engine.step(source, Ema([1.0 - decay for decay in decays]), count)
+        # Without calls of Python beside those of the schedules: this runs in every step.
+        decays = [*map(operator.methodcaller("over", count, every), self.schedules)]
+        taken = self._engine.step(source, Ema([*map(operator.sub, repeat(1.0), decays)]), count)
 
         # Counters change after the step: if that raises, the update has not taken place.
         if taken:
