@@ -52,7 +52,7 @@ REFUSED = [
     (
         "quantized",
         "convert, diff, average_checkpoints, modkit average, modkit migrate",
-        "_packed_params.dtype' is not a tensor but Constant",
+        "_packed_params.dtype' is not a tensor but a dtype",
     ),
     ("DCP", "load_checkpoint", "Is a directory; `modkit inspect` lists the checkpoint in it"),
     ("old format", "verify", "is unverified: no checksums"),

@@ -154,6 +154,8 @@ class Trains:
 
         class Trainer(transformers.Trainer):
             def training_step(self, *_: object, **__: object) -> torch.Tensor:
+                # Here, where this thread waits: another Trainer that is made resets what they share.
+                done.put(None)
                 step = steps.get()
                 if step is None:
                     raise SystemExit
@@ -162,10 +164,6 @@ class Trains:
 
             def get_train_dataloader(self) -> Any:
                 return [{}]
-
-        class Taken(transformers.TrainerCallback):
-            def on_step_end(self, *_: object, **__: object) -> None:
-                done.put(None)
 
         arguments = transformers.TrainingArguments(
             str(world.folder / "run"),
@@ -180,21 +178,27 @@ class Trains:
         still = torch.optim.SGD(world.model.parameters(), lr=0.0)
         self.trainer = Trainer(world.model, arguments, optimizers=(still, None), train_dataset=[{}])
         self.callback = EMACallback(DECAY, **world.situation.options).attach(self.trainer)
-        self.trainer.add_callback(Taken)
         self.steps, self.done = steps, done
         self.thread = threading.Thread(target=self._train, daemon=True)
 
     def _train(self) -> None:
+        error: BaseException | None = None
         try:
             self.trainer.train()
-        except BaseException as error:
-            self.done.put(error)
+        except BaseException as raised:
+            error = raised
+        self.done.put(error)
 
     def drive(self, step: Callable[[], None]) -> None:
         """Let the Trainer take this step."""
         if not self.thread.ident:
             self.thread.start()
+            self._wait()
         self.steps.put(step)
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wait until the Trainer asks for a step, or has ended."""
         error = self.done.get(timeout=60)
         for module in self.trainer.model.modules():
             # A mark of accelerate.
