@@ -191,6 +191,7 @@ def test_containers_hold_the_compiled_children(impl, load):
     assert list(named) == ["a", "b"]
     assert "a" in named
     assert "c" not in named
+    assert 3 not in named
     assert named["a"].original_name == "Linear"
     assert [name for name, _ in named.items()] == list(named.keys()) == ["a", "b"]
     assert list(named.values()) == [named["a"], named["b"]]
