@@ -121,7 +121,7 @@ def _model_files(path: Path) -> Iterator[Path]:
 
 
 def _raise(error: OSError) -> None:
-    """Refuse a folder that cannot be read, whose files nobody would miss."""
+    """Refuse a folder that cannot be read, whose files would go unnoticed."""
     raise error
 
 

@@ -40,7 +40,7 @@ MAX_NAME: Final = 1000  # the characters of a name in a listing
 _BUDGET: Final = 1 << 26
 _DEEPEST: Final = 16
 _MOST_KEYS: Final = 10
-# What users know the placeholders as.
+# The placeholders, as users know them.
 _KINDS: Final[dict[type, str]] = {InertTensor: "a tensor", Constant: "a dtype", Stored: "a storage"}
 
 
