@@ -32,12 +32,15 @@ _DEFERRED: Final = tuple(
     if hasattr(signal, name)
 )
 
+
+def _nothing(*_: object) -> None:
+    """Take the place of a function that this platform lacks."""
+
+
 # Setting a handler in Python also replaces what C code has installed over it, such as a chained
 # ``faulthandler``, and the flag of ``signal.siginterrupt``. Both are in the action that the C
 # library keeps, which is read and written as it is. Without POSIX there is none.
-_sigaction: Any = (
-    ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else lambda *_: None
-)
+_sigaction: Any = ctypes.PyDLL(None).sigaction if hasattr(signal, "siginterrupt") else _nothing
 # Of the outermost section, with more bytes than any C library needs.
 _actions: Final = {number: ctypes.create_string_buffer(256) for number in _DEFERRED}
 

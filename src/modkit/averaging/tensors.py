@@ -220,8 +220,8 @@ class NamedTensors:
 
         # The walk meets a tied tensor several times; the first name is the one that torch gives it.
         first: dict[int, str] = {}
-        for name, *rest in slots:
-            member = Member(names[name], *rest)
+        for name, tensor, registry, key, *flags in slots:
+            member = Member(names[name], tensor, registry, key, *flags)
             if member.tensor is None:
                 if not member.is_parameter:
                     self.empty[member.name] = member
