@@ -19,6 +19,7 @@ import json
 import mmap
 import os
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -251,7 +252,7 @@ def outcome_of(reader: str, chosen: Case, path: Path) -> tuple[str, str]:
     is_called = isinstance(refused, TypeError) and "is not callable" in str(refused)
     is_foreign = is_called or isinstance(refused, pickle.UnpicklingError)
     # An average has no flags, so that a parameter of integers is one.
-    is_flag = isinstance(refused, RuntimeError) and "can require gradients" in str(refused)
+    is_flag = isinstance(refused, RuntimeError) and re.search("require(s_| )grad", str(refused))
     if reader == "average_checkpoints" and (is_foreign or is_flag):
         # Classes that torch refuses, or constants that are called, do not hide the tensors.
         return "read around classes", ""
