@@ -624,13 +624,13 @@ class EMA(Generic[ModelT_co]):
         tensors = pairing.tensors
         check_writable(pairing.names, tensors)
         write_all(tensors, pairing.values)
-        if model is None:
-            self._own_writes += 1
 
+        # ``model`` may be a wrapper of the model, or another model.
+        own = {id(member.tensor) for member in self._engine.own().all().values()}
+        written = [tensor for tensor in tensors if id(tensor) in own]
+        self._own_writes += bool(written)
         if self._stored:
-            # ``model`` may be a wrapper of the model, or another model.
-            own = {id(member.tensor) for member in self._engine.own().all().values()}
-            self._overwritten += [tensor for tensor in tensors if id(tensor) in own]
+            self._overwritten += written
 
     @_section
     def store(self) -> None:

@@ -350,9 +350,9 @@ def test_new_groups_and_copied_averages_are_not_training() -> None:
         if added is not None:
             optimizer.add_param_group({"params": [*added.parameters()]})
         evaluate_twice(ema)
-    for index in [0, 1] * 6:
+    for index, model in [(0, None), (1, net), (0, nn.DataParallel(net))] * 6:
         ema.store()
-        ema.copy_to(index=index)
+        ema.copy_to(model, index=index)
         ema.restore()
     evaluate_twice(ema)
 
