@@ -18,6 +18,7 @@ from rich.table import Column, Table
 
 from modkit.errors import printable, shown
 from modkit.files.inspect import UNVERIFIED
+from modkit.files.tensor_files import INDEX
 
 
 class _Output(click.Path):
@@ -237,9 +238,8 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
     for written in [output] if is_device else [folder, output]:
         if written.exists() and not os.access(written, os.W_OK):
             raise PermissionError(f"{written} is not writable")
-    index = f"{output}.index.json"
     # A second answer for a reader. False also for a name that is too long for a file.
-    if os.path.exists(index):  # noqa: PTH110
+    if os.path.exists(index := f"{output}{INDEX}"):  # noqa: PTH110
         raise FileExistsError(f"{index} exists: remove it and its shards, or choose another name")
 
     if output.exists():
@@ -254,5 +254,5 @@ def check_output(output: Path, inputs: Sequence[Path], *, overwrite: bool) -> No
 
 def _files_of(path: Path) -> list[Path]:
     """Return an input, and all files that may be read with it."""
-    folder = path.parent if path.name.endswith(".index.json") else path
+    folder = path.parent if path.name.endswith(INDEX) else path
     return [path, *(folder.iterdir() if folder.is_dir() else [])]
