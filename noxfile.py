@@ -55,7 +55,7 @@ SMOKE = (
     *("tests/parity/hooks", "tests/parity/module/test_conversion.py"),
     "tests/parity/module/test_load_state_dict.py",
     *("tests/parity/module/test_traversal.py", "tests/parity/module/test_registration.py"),
-    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_fold.py"),
+    *("tests/parity/fixes/test_load.py", "tests/parity/fast_inference/test_scope.py"),
     *(
         "tests/parity/averaging/test_update_parameters.py",
         "tests/parity/averaging/test_averaged_state.py",

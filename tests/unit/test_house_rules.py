@@ -1,4 +1,5 @@
 import ast
+import re
 import runpy
 from pathlib import Path
 
@@ -110,3 +111,11 @@ def test_words_are_free():
     )
 
     assert COUNTS["count_lines"](source) == 3
+
+
+def test_the_sessions_name_files_that_exist():
+    """With several processes, pytest runs nothing if a path is missing, and does not say which."""
+    paths = re.findall(r'"((?:tests|examples)/[\w/.]+)"', (ROOT / "noxfile.py").read_text())
+
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
