@@ -114,7 +114,7 @@ def test_words_are_free():
 
 
 def test_the_sessions_name_files_that_exist():
-    """With several processes, pytest runs nothing if a path is missing, and does not say which."""
+    """With workers, pytest runs nothing if a path is missing, and does not say which."""
     paths = re.findall(r'"((?:tests|examples)/[\w/.]+)"', (ROOT / "noxfile.py").read_text())
 
     assert paths
